@@ -1,0 +1,17 @@
+// The one compiled extension of kvd: kvd.shm._native. Each bind_*.cpp adds the functions of one part.
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+void bind_compute(nb::module_& module);
+#if defined(KVD_HAVE_TABLE)
+void bind_table(nb::module_& module);
+#endif
+
+NB_MODULE(_native, module) {
+  module.doc() = "kvd's native part: copies and hashes, index, rings and hazards. Use the facades in kvd.shm.";
+  bind_compute(module);
+#if defined(KVD_HAVE_TABLE)
+  bind_table(module);
+#endif
+}

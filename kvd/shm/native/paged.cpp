@@ -1,0 +1,170 @@
+#include "paged.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "copy.hpp"
+#include "cpu.hpp"
+
+namespace kvd {
+namespace {
+
+// Whole calls below this stay in the cache, and runs below this gain nothing from going past it.
+constexpr std::uint64_t stream_run_bytes_min = 256;
+
+[[noreturn]] void refuse(std::size_t index, const char* field, std::uint64_t value, const std::string& rule) {
+  throw std::invalid_argument("runs[" + std::to_string(index) + "]." + field + " = " + std::to_string(value) + ": " +
+                              rule);
+}
+
+// Adds count * stride to an extent; both stay below paged_extent_max, so the 128-bit product is exact.
+void reach(std::uint64_t& extent, std::uint64_t count, std::uint64_t stride, std::size_t index, const char* field) {
+  const auto sum = static_cast<unsigned __int128>(count) * stride + extent;
+  if (sum > paged_extent_max) refuse(index, field, stride, "reaches past 2^48 bytes");
+  extent = static_cast<std::uint64_t>(sum);
+}
+
+// Fewer, longer runs for the same bytes, so that the copy loop sees the true contiguity.
+PagedRun simplified(PagedRun run) {
+  std::erase_if(run.dims, [](const PagedDim& dim) { return dim.count == 1; });
+  while (!run.dims.empty() && run.dims.back().paged_stride == run.run_bytes &&
+         run.dims.back().object_stride == run.run_bytes) {
+    run.run_bytes *= run.dims.back().count;
+    run.dims.pop_back();
+  }
+  for (std::size_t k = run.dims.size(); k-- > 1;) {  // an outer dim that continues the inner one
+    PagedDim& outer = run.dims[k - 1];
+    const PagedDim& inner = run.dims[k];
+    if (outer.paged_stride == inner.paged_stride * inner.count &&
+        outer.object_stride == inner.object_stride * inner.count) {
+      outer = {outer.count * inner.count, inner.paged_stride, inner.object_stride};
+      run.dims.erase(run.dims.begin() + static_cast<std::ptrdiff_t>(k));
+    }
+  }
+  return run;
+}
+
+struct Sides {
+  std::uint8_t* dst;
+  const std::uint8_t* src;
+};
+
+// Executes one run for one block: the innermost dim in the kernel, the outer ones here.
+class RunCopier {
+ public:
+  RunCopier(const PagedRun& run, PagedDirection direction, bool stream) noexcept
+      : copy_runs_(kernels().copy_runs),
+        run_bytes_(run.run_bytes),
+        stream_(stream && run.run_bytes >= stream_run_bytes_min) {
+    const bool gather = direction == PagedDirection::gather;
+    for (const PagedDim& dim : run.dims) {
+      const Level level{dim.count, gather ? dim.object_stride : dim.paged_stride,
+                        gather ? dim.paged_stride : dim.object_stride};
+      if (&dim == &run.dims.back()) {
+        inner_ = level;
+      } else {
+        outer_[outer_count_++] = level;
+        outer_steps_ *= level.count;
+      }
+    }
+  }
+
+  void copy(Sides at) const noexcept {
+    std::uint64_t index[paged_dims_max] = {};
+    for (std::uint64_t step = 0; step < outer_steps_; ++step) {
+      copy_runs_(at.dst, at.src, run_bytes_, inner_.count, inner_.dst_stride, inner_.src_stride, stream_);
+      for (std::size_t k = outer_count_; k-- > 0;) {  // the next place, as an odometer counts
+        const Level& level = outer_[k];
+        at.dst += level.dst_stride;
+        at.src += level.src_stride;
+        if (++index[k] < level.count) break;
+        index[k] = 0;
+        at.dst -= level.count * level.dst_stride;
+        at.src -= level.count * level.src_stride;
+      }
+    }
+  }
+
+ private:
+  struct Level {
+    std::uint64_t count = 1, dst_stride = 0, src_stride = 0;
+  };
+
+  decltype(Kernels::copy_runs) copy_runs_;
+  std::size_t run_bytes_;
+  bool stream_;
+  Level inner_;
+  Level outer_[paged_dims_max - 1];
+  std::size_t outer_count_ = 0;
+  std::uint64_t outer_steps_ = 1;
+};
+
+}  // namespace
+
+PagedPlan::PagedPlan(std::uint64_t object_bytes, std::uint64_t blocks_count, std::uint64_t blocks_per_object,
+                     const std::vector<PagedRun>& runs)
+    : object_bytes_(object_bytes), blocks_count_(blocks_count), blocks_per_object_(blocks_per_object) {
+  if (object_bytes == 0 || object_bytes > paged_extent_max) {
+    throw std::invalid_argument("object_bytes = " + std::to_string(object_bytes) + ": must be 1 .. 2^48");
+  }
+  if (blocks_count == 0 || blocks_count > (std::uint64_t{1} << 32)) {
+    throw std::invalid_argument("blocks_count = " + std::to_string(blocks_count) + ": must be 1 .. 2^32");
+  }
+  if (blocks_per_object == 0 || blocks_per_object > (std::uint64_t{1} << 32)) {
+    throw std::invalid_argument("blocks_per_object = " + std::to_string(blocks_per_object) + ": must be 1 .. 2^32");
+  }
+  if (runs.empty()) throw std::invalid_argument("runs is empty: the plan would copy nothing");
+  for (std::size_t index = 0; index < runs.size(); ++index) {
+    check(runs[index], index);
+    runs_.push_back(simplified(runs[index]));
+  }
+}
+
+void PagedPlan::check(const PagedRun& run, std::size_t index) {
+  if (run.tensor >= 4096) refuse(index, "tensor", run.tensor, "at most 4096 tensors");
+  if (run.run_bytes == 0 || run.run_bytes > paged_extent_max) {
+    refuse(index, "run_bytes", run.run_bytes, "must be 1 .. 2^48");
+  }
+  if (run.dims.size() > paged_dims_max) refuse(index, "dims", run.dims.size(), "at most 4 dims");
+  std::uint64_t paged = run.run_bytes, object = run.run_bytes;
+  reach(paged, 1, run.paged_offset, index, "paged_offset");
+  reach(paged, blocks_count_ - 1, run.paged_block_stride, index, "paged_block_stride");
+  reach(object, 1, run.object_offset, index, "object_offset");
+  reach(object, blocks_per_object_ - 1, run.object_block_stride, index, "object_block_stride");
+  std::uint64_t moved = 0;
+  reach(moved, blocks_per_object_, run.run_bytes, index, "run_bytes");
+  for (const PagedDim& dim : run.dims) {
+    if (dim.count == 0 || dim.count > paged_extent_max) refuse(index, "dims.count", dim.count, "must be 1 .. 2^48");
+    reach(paged, dim.count - 1, dim.paged_stride, index, "dims.paged_stride");
+    reach(object, dim.count - 1, dim.object_stride, index, "dims.object_stride");
+    std::uint64_t grown = 0;
+    reach(grown, dim.count, moved, index, "dims.count");
+    moved = grown;
+  }
+  if (object > object_bytes_) {
+    refuse(index, "object_offset", run.object_offset,
+           "the run ends at byte " + std::to_string(object) + " of an object of " + std::to_string(object_bytes_));
+  }
+  reach(moved_bytes_, 1, moved, index, "run_bytes");
+  if (run.tensor >= tensor_bytes_min_.size()) tensor_bytes_min_.resize(run.tensor + std::size_t{1}, 0);
+  tensor_bytes_min_[run.tensor] = std::max(tensor_bytes_min_[run.tensor], paged);
+}
+
+void paged_copy(const PagedPlan& plan, PagedDirection direction, std::uint8_t* const* objects,
+                std::size_t objects_count, std::uint8_t* const* tensors, const std::uint32_t* block_ids) {
+  const bool stream = plan.moved_bytes_ * objects_count >= stream_bytes_min;
+  for (std::size_t o = 0; o < objects_count; ++o, block_ids += plan.blocks_per_object_) {
+    for (const PagedRun& run : plan.runs_) {
+      const RunCopier copier(run, direction, stream);
+      std::uint8_t* paged = tensors[run.tensor] + run.paged_offset;
+      std::uint8_t* object = objects[o] + run.object_offset;
+      for (std::uint64_t b = 0; b < plan.blocks_per_object_; ++b, object += run.object_block_stride) {
+        std::uint8_t* block = paged + block_ids[b] * run.paged_block_stride;
+        copier.copy(direction == PagedDirection::gather ? Sides{object, block} : Sides{block, object});
+      }
+    }
+  }
+  store_fence();
+}
+
+}  // namespace kvd
