@@ -1,0 +1,399 @@
+"""The chunk-size sweep: one recorded trace, replayed at several chunk sizes through a cache.
+
+Owns the replay, the cost model of its metadata and the reference cache. The cache it replays through is a
+`ChunkCache`; the real core is put behind the same protocol. Pure: requests, costs and capacity arrive as
+arguments, time is the trace's. Any thread; a cache belongs to one replay.
+
+What a chunk size decides: small chunks lose little of a shared prefix to rounding but make many objects and
+much metadata work; large chunks the other way round.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol, TypeAlias
+
+from kvd.errors import UsageError
+from kvd.plan import units
+from kvd.plan.breakeven import transfer_ns
+from kvd.plan.ledger import Answer, Step
+from kvd.plan.units import check_int, counted, format_bytes, format_ns, format_number, format_share
+
+window_ms = 10_000
+sweep_sizes_max = 64
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """One request. `block_ids` name the blocks of the prompt, each id the whole prefix up to it."""
+
+    timestamp_ms: int
+    input_tokens: int
+    output_tokens: int
+    block_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        check_int("timestamp", self.timestamp_ms, 0, units.plan_count_max)
+        check_int("input tokens", self.input_tokens, 1, units.plan_count_max)
+        check_int("output tokens", self.output_tokens, 0, units.plan_count_max)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What storing one chain did: families newly stored, families that had to leave for them."""
+
+    stored_count: int
+    evicted_count: int
+
+
+class ChunkCache(Protocol):
+    """A cache of equal families (chunks), named by ints that stand for the whole prefix up to them."""
+
+    def match(self, chain: Sequence[int], now_ms: int) -> int:
+        """How many leading chunks are present; counts as a use of these."""
+
+    def publish(self, chain: Sequence[int], now_ms: int) -> Published:
+        """Make the chain present as far as there is room, suffixes evicted before their prefixes."""
+
+    @property
+    def families_count(self) -> int:
+        """Families present."""
+
+
+CacheFactory: TypeAlias = Callable[[int, int | None], ChunkCache]
+"""(bytes of a family, capacity in bytes or None for no limit) -> an empty cache."""
+
+
+class ReferenceLru:
+    """Least recently used, suffixes before prefixes: the plain reference that other caches are compared with.
+
+    One ordered table. A chain is always touched from its end to its beginning, so that a prefix is younger
+    than every suffix of it, and the oldest entry is never a prefix of one that stays.
+    """
+
+    def __init__(self, family_bytes: int, capacity_bytes: int | None) -> None:
+        check_int("bytes of a family", family_bytes, 1, units.plan_bytes_max)
+        self.capacity_families: int | None = None
+        if capacity_bytes is not None:
+            check_int("capacity in bytes", capacity_bytes, family_bytes, units.plan_bytes_max)
+            self.capacity_families = capacity_bytes // family_bytes
+        self._families: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def families_count(self) -> int:
+        """Families present."""
+        return len(self._families)
+
+    def __contains__(self, family: int) -> bool:
+        return family in self._families
+
+    def match(self, chain: Sequence[int], now_ms: int) -> int:
+        """How many leading chunks are present; they become the youngest."""
+        families = self._families
+        hits = next((position for position, family in enumerate(chain) if family not in families), len(chain))
+        for family in reversed(chain[:hits]):
+            families.move_to_end(family)
+        return hits
+
+    def publish(self, chain: Sequence[int], now_ms: int) -> Published:
+        """Store the chain, or its first `capacity_families`; older families leave, oldest first."""
+        families, capacity = self._families, self.capacity_families
+        before = len(families)
+        for family in reversed(chain if capacity is None else chain[:capacity]):
+            families[family] = None
+            families.move_to_end(family)
+        stored = len(families) - before
+        evicted = 0 if capacity is None else max(0, len(families) - capacity)
+        for _ in range(evicted):
+            families.popitem(last=False)
+        return Published(stored, evicted)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepCosts:
+    """Time that chunks and objects take, in ns: assumed or measured (`kvctl bench local`), and said which.
+
+    `load_per_object_ns` is the fixed part of moving one object, `load_bytes_per_s` the rest.
+    """
+
+    match_per_chunk_ns: int = 67
+    lease_per_chunk_ns: int = 94
+    publish_per_object_ns: int = 4_000
+    load_per_object_ns: int = 10_000
+    load_bytes_per_s: int = 20 * units.GIB
+
+    def __post_init__(self) -> None:
+        for name in ("match_per_chunk", "lease_per_chunk", "publish_per_object", "load_per_object"):
+            check_int(name.replace("_", " "), getattr(self, f"{name}_ns"), 0, units.plan_duration_ns_max)
+        check_int("load rate", self.load_bytes_per_s, 1, units.plan_bandwidth_bytes_per_s_max)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepSetup:
+    """What stays the same over the sweep. Raises UsageError for values out of range."""
+
+    bytes_per_token: int
+    trace_block_tokens: int
+    engine_block_tokens: int = 16
+    members_count: int = 1
+    capacity_bytes: int | None = None
+    metadata_per_object_bytes: int = 512
+    costs: SweepCosts = SweepCosts()
+
+    def __post_init__(self) -> None:
+        check_int("bytes per token", self.bytes_per_token, 1, units.plan_bytes_max)
+        check_int("block of the trace, in tokens", self.trace_block_tokens, 1, units.plan_count_max)
+        check_int("block of the engine, in tokens", self.engine_block_tokens, 1, units.plan_count_max)
+        check_int("members of a chunk", self.members_count, 1, units.plan_count_max)
+        check_int("metadata per object", self.metadata_per_object_bytes, 0, units.plan_bytes_max)
+
+    def check_chunk(self, chunk_tokens: int) -> None:
+        """UsageError unless the size suits the trace, the engine and the capacity."""
+        check_int("chunk tokens", chunk_tokens, 1, units.plan_count_max)
+        block = self.trace_block_tokens
+        if chunk_tokens % block and block % chunk_tokens:
+            raise UsageError(
+                f"chunk tokens = {chunk_tokens}: the trace names blocks of {block} tokens and cannot say "
+                f"what other cuts share; allowed: a divisor or a multiple of {block}",
+                code="chunk", chunk_tokens=chunk_tokens, block_tokens=block,
+            )  # fmt: skip
+        if chunk_tokens % self.engine_block_tokens:
+            raise UsageError(
+                f"chunk tokens = {chunk_tokens} is not a multiple of the engine's block of "
+                f"{self.engine_block_tokens}; allowed: multiples of {self.engine_block_tokens}",
+                code="chunk", chunk_tokens=chunk_tokens, block_tokens=self.engine_block_tokens,
+            )  # fmt: skip
+        family_bytes = chunk_tokens * self.bytes_per_token
+        if self.capacity_bytes is not None and self.capacity_bytes < family_bytes:
+            raise UsageError(
+                f"capacity = {format_bytes(self.capacity_bytes)} holds no chunk of {chunk_tokens} tokens "
+                f"({format_bytes(family_bytes)}); allowed: {format_bytes(family_bytes)} or more",
+                code="contradiction", capacity_bytes=self.capacity_bytes, family_bytes=family_bytes,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRow:
+    """The replay at one chunk size. Counts and bytes are of the whole trace unless the name says peak."""
+
+    chunk_tokens: int
+    requests_count: int
+    prompt_tokens: int
+    usable_tokens: int
+    requests_hit_count: int
+    objects_written_count: int
+    objects_evicted_count: int
+    objects_peak_count: int
+    metadata_peak_bytes: int
+    metadata_cpu_ns: int
+    fetched_bytes: int
+    fetched_in_vain_bytes: int
+    written_bytes: int
+    fetched_mean_bytes_per_s: Fraction
+    fetched_peak_bytes_per_s: Fraction
+    load_p50_ns: int
+    load_p99_ns: int
+
+    @property
+    def usable_share(self) -> Fraction:
+        """Prompt tokens whose prefill is skipped ÷ all prompt tokens."""
+        return Fraction(self.usable_tokens, self.prompt_tokens)
+
+
+def chunk_chain(request: RecordedRequest, trace_block_tokens: int, chunk_tokens: int) -> list[int]:
+    """Names of the whole chunks of a prompt. Two prompts share a name exactly if they share that prefix.
+
+    A chunk of several blocks has the name of its last block, which stands for all before it; a part of a
+    block has the block's name and its position in it. Raises UsageError when the ids do not fit the length.
+    """
+    ids = request.block_ids
+    if len(ids) != -(-request.input_tokens // trace_block_tokens):
+        raise UsageError(
+            f"request at {request.timestamp_ms} ms: {len(ids)} block ids for {request.input_tokens} tokens; "
+            f"allowed: one for every {trace_block_tokens} tokens begun",
+            code="trace", timestamp_ms=request.timestamp_ms,
+        )  # fmt: skip
+    chunks = request.input_tokens // chunk_tokens
+    if chunk_tokens >= trace_block_tokens:
+        blocks = chunk_tokens // trace_block_tokens
+        return [ids[(position + 1) * blocks - 1] for position in range(chunks)]
+    parts = trace_block_tokens // chunk_tokens
+    return [ids[position // parts] * parts + position % parts for position in range(chunks)]
+
+
+def usable_prefix(input_tokens: int, present_tokens: int, engine_block_tokens: int) -> int:
+    """Tokens whose prefill is skipped: never the last one, and whole blocks of the engine."""
+    return min(present_tokens, (input_tokens - 1) // engine_block_tokens * engine_block_tokens)
+
+
+def percentile(ordered: Sequence[int], per_cent: int) -> int:
+    """The nearest-rank percentile of values in ascending order; 0 of none."""
+    return ordered[max(0, -(-len(ordered) * per_cent // 100) - 1)] if ordered else 0
+
+
+def replay(
+    requests: Sequence[RecordedRequest], chunk_tokens: int, setup: SweepSetup, factory: CacheFactory
+) -> ChunkRow:
+    """Replay one trace at one chunk size. Raises UsageError for a size that does not suit, or a bad trace."""
+    setup.check_chunk(chunk_tokens)
+    if not requests:
+        raise UsageError("the trace has no requests; allowed: 1 or more", code="trace")
+    costs, members = setup.costs, setup.members_count
+    family_bytes = chunk_tokens * setup.bytes_per_token
+    cache = factory(family_bytes, setup.capacity_bytes)
+    usable_sum = fetched = in_vain = cpu_ns = stored = evicted = peak = 0
+    loads_ns: list[int] = []
+    windows: dict[int, int] = {}
+    for request in requests:
+        chain = chunk_chain(request, setup.trace_block_tokens, chunk_tokens)
+        hits = cache.match(chain, request.timestamp_ms)
+        usable = usable_prefix(request.input_tokens, hits * chunk_tokens, setup.engine_block_tokens)
+        loaded = -(-usable // chunk_tokens)
+        probed = min(hits + 1, len(chain))
+        cpu_ns += probed * costs.match_per_chunk_ns + loaded * costs.lease_per_chunk_ns
+        if loaded:
+            size = loaded * family_bytes
+            usable_sum += usable
+            fetched += size
+            in_vain += size - usable * setup.bytes_per_token
+            window = request.timestamp_ms // window_ms
+            windows[window] = windows.get(window, 0) + size
+            overhead = loaded * members * costs.load_per_object_ns
+            loads_ns.append(overhead + transfer_ns(size, costs.load_bytes_per_s))
+        if hits < len(chain):
+            done = cache.publish(chain, request.timestamp_ms)
+            stored += done.stored_count
+            evicted += done.evicted_count
+            cpu_ns += done.stored_count * members * costs.publish_per_object_ns
+        peak = max(peak, cache.families_count)
+    loads_ns.sort()
+    span_ms = max(requests[-1].timestamp_ms - requests[0].timestamp_ms, 1)
+    return ChunkRow(
+        chunk_tokens=chunk_tokens,
+        requests_count=len(requests),
+        prompt_tokens=sum(request.input_tokens for request in requests),
+        usable_tokens=usable_sum,
+        requests_hit_count=len(loads_ns),
+        objects_written_count=stored * members,
+        objects_evicted_count=evicted * members,
+        objects_peak_count=peak * members,
+        metadata_peak_bytes=peak * members * setup.metadata_per_object_bytes,
+        metadata_cpu_ns=cpu_ns,
+        fetched_bytes=fetched,
+        fetched_in_vain_bytes=in_vain,
+        written_bytes=stored * family_bytes,
+        fetched_mean_bytes_per_s=Fraction(fetched * 1_000, span_ms),
+        fetched_peak_bytes_per_s=Fraction(max(windows.values(), default=0) * 1_000, window_ms),
+        load_p50_ns=percentile(loads_ns, 50),
+        load_p99_ns=percentile(loads_ns, 99),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSweep:
+    """The rows of a sweep, smallest chunk first, and the setup they share."""
+
+    setup: SweepSetup
+    rows: tuple[ChunkRow, ...]
+
+    @property
+    def answers(self) -> Mapping[str, Answer]:
+        """Results under stable names; the rows are in `rows`."""
+        best = self.best
+        return {
+            "requests_count": best.requests_count,
+            "prompt_tokens": best.prompt_tokens,
+            "usable_best_chunk_tokens": best.chunk_tokens,
+            "usable_best_share": best.usable_share,
+        }
+
+    @property
+    def best(self) -> ChunkRow:
+        """The row that skips the most prefill; of equal ones the largest chunk."""
+        return max(self.rows, key=lambda row: (row.usable_tokens, row.chunk_tokens))
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The arithmetic of the row that skips the most prefill."""
+        best, members = self.best, self.setup.members_count
+        size = format_number(best.chunk_tokens)
+        return (
+            Step("requests", "in the trace", best.requests_count, "requests"),
+            Step("prompt tokens", "sum over the requests", best.prompt_tokens, "tokens"),
+            Step("bytes of a chunk", f"{size} tokens × {format_number(self.setup.bytes_per_token)} B",
+                 best.chunk_tokens * self.setup.bytes_per_token, "B"),
+            Step(f"usable at {size}", "whole chunks present from the start, at most S - 1 tokens",
+                 best.usable_tokens, "tokens"),
+            Step("prefill skipped",
+                 f"{format_number(best.usable_tokens)} ÷ {format_number(best.prompt_tokens)}",
+                 best.usable_share, "share"),
+            Step("objects at the peak", f"families present × {counted(members, 'member')}",
+                 best.objects_peak_count, "objects"),
+            Step("metadata CPU", "chunks probed, leased and objects published × their times",
+                 best.metadata_cpu_ns, "ns"),
+        )  # fmt: skip
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the numbers take for granted."""
+        costs, setup = self.setup.costs, self.setup
+        room = "without limit" if setup.capacity_bytes is None else format_bytes(setup.capacity_bytes)
+        return (
+            f"one cache of {room}, least recently used leaves first, suffixes before prefixes",
+            "a prompt's chunks are stored as soon as it has been looked up; generated tokens are not stored",
+            f"below {format_number(setup.trace_block_tokens)} tokens the trace does not tell where prompts "
+            f"part within a block: the usable prefix of smaller chunks is a lower bound",
+            f"match {format_ns(costs.match_per_chunk_ns)} and lease {format_ns(costs.lease_per_chunk_ns)} a "
+            f"chunk, publish {format_ns(costs.publish_per_object_ns)} an object: not measured here",
+            f"load {format_ns(costs.load_per_object_ns)} an object + bytes ÷ "
+            f"{format_bytes(costs.load_bytes_per_s)}/s, alone on the link: P99 is over requests, no queues",
+        )
+
+    @property
+    def conclusion(self) -> str:
+        """What follows, and what does not."""
+        best = self.best
+        first = (
+            f"On this trace chunks of {format_number(best.chunk_tokens)} tokens skip the most prefill "
+            f"({format_share(best.usable_share)})"
+        )
+        coarse = self.rows[-1]
+        if coarse.chunk_tokens > best.chunk_tokens and coarse.objects_peak_count:
+            fewer = Fraction(best.objects_peak_count, coarse.objects_peak_count)
+            lost = best.usable_share - coarse.usable_share
+            first += (
+                f"; {format_number(coarse.chunk_tokens)} would need {format_number(fewer, 1)} times fewer "
+                f"objects and skip {format_number(lost * 100)} points less"
+            )
+        return f"{first}; this says nothing about other traffic, nor about latency when loads queue."
+
+
+def sweep(
+    requests: Iterable[RecordedRequest],
+    chunk_sizes: Sequence[int],
+    setup: SweepSetup,
+    factory: CacheFactory = ReferenceLru,
+    on_row: Callable[[ChunkRow], None] | None = None,
+) -> ChunkSweep:
+    """Replay the trace once per chunk size; `on_row` hears of each row as it is done.
+
+    Requests are taken in the order of their timestamps. Raises UsageError: no sizes, a size twice, more than
+    `sweep_sizes_max` of them, a size that does not suit, an empty or malformed trace.
+    """
+    check_int("chunk sizes", len(chunk_sizes), 1, sweep_sizes_max)
+    if len(set(chunk_sizes)) < len(chunk_sizes):
+        raise UsageError(
+            f"chunk sizes {', '.join(map(str, chunk_sizes))} name one twice; allowed: each once", code="chunk"
+        )
+    for chunk_tokens in chunk_sizes:
+        setup.check_chunk(chunk_tokens)
+    ordered = sorted(requests, key=lambda request: request.timestamp_ms)
+    rows = []
+    for chunk_tokens in sorted(chunk_sizes):
+        rows.append(replay(ordered, chunk_tokens, setup, factory))
+        if on_row is not None:
+            on_row(rows[-1])
+    return ChunkSweep(setup=setup, rows=tuple(rows))
