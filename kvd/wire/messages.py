@@ -111,7 +111,7 @@ class Body:
 
     @classmethod
     def _checked(cls, key: str, value: object) -> object:
-        raise NotImplementedError(f"{cls.__name__} has no key {key}")
+        raise _bad(cls.type, key, value, "no such key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +395,7 @@ def agree(hello: Hello, version: str) -> int:
         )
     if hello.role == "engine" and hello.layout != LAYOUT_VERSION:
         raise CompatibilityError(
-            f"{client} maps shared memory of layout {hello.layout}, {daemon} lays it out as {LAYOUT_VERSION}; "
+            f"{client} maps shared memory of layout {hello.layout}, {daemon} lays out {LAYOUT_VERSION}; "
             "install the same release on both sides",
             code="layout",
             client_version=hello.version,
