@@ -1,0 +1,76 @@
+"""kvd: the storage daemon for the KV cache of LLM inference.
+
+    store = kvd.connect()
+    ns = store.namespace(kvd.Manifest(model=..., revision=..., dtype="bfloat16", fixed="*", tenant="", salt=""))
+    chain = ns.chain(tokens, chunk_tokens=256)
+    with ns.acquire(chain) as leases:
+        view = leases[0].view
+
+Importing this package is light: the client and its native part are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvd.errors import (
+    CapacityError,
+    CompatibilityError,
+    ConfigError,
+    CorruptionError,
+    InvariantError,
+    KvdError,
+    LifecycleError,
+    ProtocolError,
+    Retry,
+    UnavailableError,
+    UsageError,
+    ViewsAliveError,
+)
+from kvd.types import Descriptor, Member, Outcome
+
+if TYPE_CHECKING:
+    from kvd.clientlib.chain import Chain
+    from kvd.clientlib.leases import Lease, Leases
+    from kvd.clientlib.namespace import Namespace
+    from kvd.clientlib.store import Admin, Store, connect, connect_async
+    from kvd.clientlib.writes import Write, Writes
+    from kvd.layout.encoding import FIXED
+    from kvd.layout.manifest import Manifest
+    from kvd.shm.messages import Granted, Published
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Admin": "kvd.clientlib.store",
+    "Chain": "kvd.clientlib.chain",
+    "FIXED": "kvd.layout.encoding",
+    "Granted": "kvd.shm.messages",
+    "Lease": "kvd.clientlib.leases",
+    "Leases": "kvd.clientlib.leases",
+    "Manifest": "kvd.layout.manifest",
+    "Namespace": "kvd.clientlib.namespace",
+    "Published": "kvd.shm.messages",
+    "Store": "kvd.clientlib.store",
+    "Write": "kvd.clientlib.writes",
+    "Writes": "kvd.clientlib.writes",
+    "connect": "kvd.clientlib.store",
+    "connect_async": "kvd.clientlib.store",
+}
+
+__all__ = [
+    "FIXED", "Admin", "CapacityError", "Chain", "CompatibilityError", "ConfigError", "CorruptionError", "Descriptor",
+    "Granted", "InvariantError", "KvdError", "Lease", "Leases", "LifecycleError", "Manifest", "Member", "Namespace",
+    "Outcome", "ProtocolError", "Published", "Retry", "Store", "UnavailableError", "UsageError", "ViewsAliveError",
+    "Write", "Writes", "__version__", "connect", "connect_async",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    home = _LAZY.get(name)
+    if home is None:
+        raise AttributeError(f"module 'kvd' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,181 @@
+"""What a reader holds: leases on families, and views of their bytes where they lie.
+
+A lease protects one generation of one family from reuse until it is released. Views (memoryview, numpy, torch) keep
+their lease alive, whatever else happens: memory under a view never changes. Local, no daemon involved.
+
+    acquire ──▶ held ── release, no view alive ──▶ over
+                  └── release, views alive ──▶ ViewsAliveError; over when the last view dies
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kvd.errors import CorruptionError, LifecycleError, UsageError, ViewsAliveError
+from kvd.shm import compute
+
+if TYPE_CHECKING:
+    from kvd.clientlib.chain import Chain
+    from kvd.shm._native import Lease as NativeLease
+    from kvd.shm._native import LeaseBatch
+
+
+class Lease:
+    """The right to read one family. `view` is member 0; `member_view(m)` any other."""
+
+    __slots__ = ("_native", "identity")
+
+    def __init__(self, native: NativeLease, identity: bytes) -> None:
+        self._native = native
+        self.identity = identity
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes of member 0, read-only, without a copy."""
+        return self.member_view(0)
+
+    def member_view(self, member: int) -> memoryview:
+        """The bytes of one member, read-only, without a copy. Raises LifecycleError after release."""
+        try:
+            return self._native.view(member)
+        except (RuntimeError, KeyError, IndexError) as error:
+            raise _lease_error(error, member) from error
+
+    def size(self, member: int = 0) -> int:
+        """Size of a member in bytes."""
+        return self._native.size(member)
+
+    def array(self, dtype: Any, shape: Sequence[int], member: int = 0) -> Any:
+        """A read-only numpy array over a member; it keeps the lease."""
+        import numpy
+
+        return numpy.frombuffer(self.member_view(member), dtype=dtype).reshape(shape)
+
+    def tensor(self, dtype: Any, shape: Sequence[int], member: int = 0) -> Any:
+        """A torch tensor over a member; it keeps the lease.
+
+        torch knows no read-only memory: writing into this tensor in place is a segmentation fault. Clone it first.
+        """
+        import warnings
+
+        import torch
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            # Through the memoryview: torch lets go of the object at once, but keeps the memoryview's buffer.
+            return torch.frombuffer(self.member_view(member), dtype=dtype).view(*shape)
+
+    def verify(self, member: int = 0) -> None:
+        """Compare the bytes with the checksum they were published with. Raises CorruptionError."""
+        seed = int.from_bytes(compute.seeds(self.identity, member), "little")
+        found, expected = compute.checksum(self.member_view(member), seed), self._native.checksum(member)
+        if found != expected:
+            raise CorruptionError(
+                f"object {self.identity.hex()[:16]} member {member}: its bytes do not match its checksum",
+                code="checksum", key=self.identity.hex(), member=member,
+                expected=f"{expected:016x}", found=f"{found:016x}",
+            )  # fmt: skip
+
+    def release(self) -> None:
+        """Give the lease back. Raises ViewsAliveError while views of it live."""
+        try:
+            self._native.release()
+        except BufferError as error:
+            raise _views_alive(error) from None
+
+
+class Leases(Sequence[Lease]):
+    """Leases on the leading chunks of a chain, taken at once. `len()` says how many there were to take."""
+
+    __slots__ = ("_chain", "_native", "_verify")
+
+    def __init__(self, native: LeaseBatch, chain: Chain, *, verify: bool = False) -> None:
+        self._native = native
+        self._chain = chain
+        self._verify = verify
+
+    def __len__(self) -> int:
+        return len(self._native)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        lease = Lease(self._native[index], self._chain[index])
+        if self._verify:
+            lease.verify()
+        return lease
+
+    def __iter__(self) -> Iterator[Lease]:
+        return (self[i] for i in range(len(self)))
+
+    @property
+    def tokens_count(self) -> int:
+        """Tokens that these leases cover."""
+        return len(self) * self._chain.chunk_tokens
+
+    def export(self) -> bytes:
+        """Descriptors for another process of this request, to `Namespace.adopt`. Hold on until it has."""
+        return self._native.export()
+
+    def copy_to(self, destinations: Sequence[Any], *, member: int = 0, threads: int = 1) -> int:
+        """Copy each object into the writable buffer at the same position; returns the bytes copied.
+
+        Large copies pass the caches by (non-temporal stores). Raises UsageError on sizes that differ.
+        """
+        if len(destinations) > len(self):
+            raise UsageError(f"{len(destinations)} destinations for {len(self)} leases", code="destinations")
+        copied = 0
+        for lease, destination in zip(self, destinations, strict=False):
+            view = lease.member_view(member)
+            if memoryview(destination).nbytes != view.nbytes:
+                raise UsageError(
+                    f"destination of {memoryview(destination).nbytes} B for an object of {view.nbytes} B",
+                    code="size",
+                )
+            compute.copy(destination, view, threads)
+            copied += view.nbytes
+        return copied
+
+    async def copy_to_async(self, destinations: Sequence[Any], *, member: int = 0, threads: int = 1) -> int:
+        """As `copy_to`, on a worker thread, so that it overlaps with the loop's other work."""
+        return await asyncio.to_thread(self.copy_to, destinations, member=member, threads=threads)
+
+    def release(self) -> None:
+        """Give all back at once. Raises ViewsAliveError while views live; then they end with the last view."""
+        try:
+            self._native.release()
+        except BufferError as error:
+            raise _views_alive(error) from None
+
+    def __enter__(self) -> Leases:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.release()
+        except ViewsAliveError:
+            # The views of a failing block live on in its traceback: its error is the one to show.
+            if error is None:
+                raise
+
+    def __repr__(self) -> str:
+        return f"<Leases on {len(self)} chunks>"
+
+
+def _views_alive(error: BufferError) -> ViewsAliveError:
+    return ViewsAliveError(
+        f"views of this lease are alive ({error}); delete arrays, tensors and slices first. "
+        "The lease ends when the last of them does",
+        code="views-alive",
+    )  # fmt: skip
+
+
+def _lease_error(error: Exception, member: int) -> LifecycleError | UsageError:
+    if isinstance(error, RuntimeError):
+        return LifecycleError(f"this lease is over: {error}", code="lease-over")
+    return UsageError(f"this family has no member {member}", code="member", member=member)

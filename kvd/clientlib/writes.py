@@ -1,0 +1,298 @@
+"""What a writer holds: reserved slots, filled where they lie, then published or given back.
+
+A reservation is a batch of chunks × members. Nothing is visible before `publish` returned PUBLISHED; leaving the block
+early gives everything back. The checksum is computed here, fused with the copy in `fill`.
+
+    reserved ── fill ──▶ filled ── publish ──▶ published | present (another writer was first)
+        └──────── abort, end of the block, death of the process ──▶ given back
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kvd import limits
+from kvd.clientlib import calls
+from kvd.errors import LifecycleError, UsageError, ViewsAliveError
+from kvd.shm import compute, messages
+from kvd.shm.messages import Cq, Granted, Published, Sq
+from kvd.types import Member
+
+if TYPE_CHECKING:
+    from kvd.clientlib.calls import Calls
+    from kvd.clientlib.chain import Chain
+    from kvd.shm._native import Client, WritableView
+
+_OPEN, _DONE = 0, 1
+
+
+class Writes(Sequence["Write"]):
+    """A reservation: items are numbered chunk by chunk, `members` of each. A context manager, sync and async."""
+
+    def __init__(
+        self,
+        client: Client,
+        calls_: Calls,
+        chain: Chain,
+        members: Sequence[Member],
+        deadline_s: float,
+        answer: bytes,
+    ) -> None:
+        self._client = client
+        self._calls = calls_
+        self._chain = chain
+        self._members = tuple(members)
+        self._deadline_s = deadline_s
+        self.reservation, self._places, self._granted = messages.parse_reserved(answer)
+        count = len(self._granted)
+        self._checksums = array("Q", bytes(8 * count))
+        self._filled = bytearray(count)
+        self._state = bytearray(count)
+        self._views: dict[int, WritableView] = {}
+        self._seeds: dict[int, memoryview] = {}
+        self.results: list[Published | None] = [None] * count
+
+    def __len__(self) -> int:
+        return len(self._granted)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
+            raise IndexError(f"item {index} of a reservation of {len(self)}")
+        return Write(self, position)
+
+    def __iter__(self) -> Iterator[Write]:
+        return (Write(self, i) for i in range(len(self)))
+
+    @property
+    def granted_count(self) -> int:
+        """Items that are ours to fill; the others are present already or being written."""
+        return self._granted.count(Granted.GRANTED)
+
+    def fill(self, sources: Sequence[Any]) -> None:
+        """Copy one source a granted item into its slot, checksum included. A None leaves the item alone.
+
+        Sources are contiguous buffers of the item's size, in the order of all items.
+        """
+        if len(sources) != len(self):
+            raise UsageError(f"{len(sources)} sources for {len(self)} items", code="sources")
+        for position, source in enumerate(sources):
+            if source is not None and self._granted[position] == Granted.GRANTED:
+                self._fill(position, source)
+
+    def publish(self) -> list[Published]:
+        """Publish every granted item that is not published yet; returns one result an item (`Published`).
+
+        SKIPPED: was not ours. PRESENT: another writer was first, which is as good. Raises ViewsAliveError while arrays
+        or slices made of a writable view live, LifecycleError when the reservation is over.
+        """
+        payloads = self._publications(range(len(self)))
+        for first, payload in payloads:
+            answer = self._calls.call(Sq.PUBLISH, payload, self._deadline_s)
+            self._settle(first, messages.parse_published(calls.expect(Cq.PUBLISHED, answer)))
+        return [Published.SKIPPED if r is None else r for r in self.results]
+
+    async def publish_async(self) -> list[Published]:
+        """As `publish`, without blocking the loop."""
+        for first, payload in self._publications(range(len(self))):
+            answer = await self._calls.call_async(Sq.PUBLISH, payload, self._deadline_s)
+            self._settle(first, messages.parse_published(calls.expect(Cq.PUBLISHED, answer)))
+        return [Published.SKIPPED if r is None else r for r in self.results]
+
+    def abort(self) -> None:
+        """Give back every item that is not published. Does not wait for the daemon; safe to repeat.
+
+        An item whose writable view still has arrays or slices is kept, since they could write into what would be
+        somebody else's memory: ViewsAliveError says so; call again when they are gone. The end of the process gives
+        back all.
+        """
+        alive = self._abort()
+        if alive:
+            raise ViewsAliveError(
+                f"{alive} items are kept: arrays or slices of their writable views are alive",
+                code="views-alive",
+            )
+
+    def _abort(self) -> int:
+        alive = 0
+        due = []
+        for position, state in enumerate(self._state):
+            if state == _DONE or self._granted[position] != Granted.GRANTED:
+                continue
+            handle = self._views.get(position)
+            if handle is not None and handle.exports:
+                alive += 1
+                continue
+            self._retire(position)
+            self._state[position] = _DONE
+            due.append(position)
+        for first, count in _stretches(due):
+            self._calls.post(Sq.ABORT, messages.pack_abort(self.reservation, first, count))
+        return alive
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", None) is not None:
+            self._abort()
+
+    def __enter__(self) -> Writes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._abort() and error is None:
+            self.abort()
+
+    async def __aenter__(self) -> Writes:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._abort() and error is None:
+            self.abort()
+
+    # -- one item -----------------------------------------------------------------------------------------
+
+    def _member(self, position: int) -> Member:
+        return self._members[position % len(self._members)]
+
+    def _seed(self, position: int) -> int:
+        member = self._member(position).index
+        seeds = self._seeds.get(member)
+        if seeds is None:
+            seeds = self._seeds[member] = memoryview(compute.seeds(self._chain.identities, member)).cast("Q")
+        return seeds[position // len(self._members)]
+
+    def _view(self, position: int) -> memoryview:
+        if self._granted[position] != Granted.GRANTED:
+            said = Granted(self._granted[position]).name.lower()
+            raise LifecycleError(f"item {position} is not ours to write: it is {said}", code="not-granted")
+        if self._state[position] == _DONE:
+            raise LifecycleError(f"item {position} was published or given back", code="reservation-over")
+        handle = self._views.get(position)
+        if handle is None:
+            handle = self._client.writable(self._places[position], self._member(position).size_bytes)
+            self._views[position] = handle
+        return handle.view
+
+    def _fill(self, position: int, source: Any) -> None:
+        view = self._view(position)
+        given = memoryview(source)
+        if given.nbytes != view.nbytes:
+            raise UsageError(
+                f"source of {given.nbytes} B for item {position} of {view.nbytes} B",
+                code="size", size_bytes=given.nbytes, expected_bytes=view.nbytes,
+            )  # fmt: skip
+        self._checksums[position] = compute.copy_checksum(view, source, self._seed(position))
+        self._filled[position] = 1
+
+    def _retire(self, position: int) -> None:
+        handle = self._views.pop(position, None)
+        if handle is not None:
+            handle.retire()
+
+    def _publications(self, positions: range) -> list[tuple[int, bytes]]:
+        """PUBLISH payloads for the granted, open items among `positions`; computes missing checksums."""
+        due = [i for i in positions if self._granted[i] == Granted.GRANTED and self._state[i] == _OPEN]
+        for position in due:
+            handle = self._views.get(position)
+            if handle is not None and handle.exports:
+                raise ViewsAliveError(
+                    f"item {position}: arrays or slices of its writable view are alive and could still change it; "
+                    "delete them before publish",
+                    code="views-alive", item=position,
+                )  # fmt: skip
+        for position in due:
+            if not self._filled[position]:
+                with self._view(position) as view:
+                    self._checksums[position] = compute.checksum(view, self._seed(position))
+            self._retire(position)
+        if not due:
+            return []
+        first, last = due[0], due[-1] + 1
+        include = bytearray(last - first)
+        for position in due:
+            include[position - first] = 1
+        return [
+            (
+                first,
+                messages.pack_publish(self.reservation, first, self._checksums[first:last], bytes(include)),
+            )
+        ]
+
+    def _settle(self, first: int, statuses: bytes) -> None:
+        for offset, status in enumerate(statuses):
+            if status != Published.SKIPPED:
+                self._state[first + offset] = _DONE
+                self.results[first + offset] = Published(status)
+
+    def _publish_one(self, position: int) -> Published:
+        for first, payload in self._publications(range(position, position + 1)):
+            answer = self._calls.call(Sq.PUBLISH, payload, self._deadline_s)
+            self._settle(first, messages.parse_published(calls.expect(Cq.PUBLISHED, answer)))
+        result = self.results[position]
+        if result is None:
+            raise LifecycleError(
+                f"item {position} was not ours to publish, or was given back", code="not-granted"
+            )
+        return result
+
+
+class Write:
+    """One item of a reservation."""
+
+    __slots__ = ("_position", "_writes")
+
+    def __init__(self, writes: Writes, position: int) -> None:
+        self._writes = writes
+        self._position = position
+
+    @property
+    def status(self) -> Granted:
+        """GRANTED: fill and publish it. PRESENT: it is there. PENDING: another client is writing it."""
+        return Granted(self._writes._granted[self._position])
+
+    @property
+    def view(self) -> memoryview:
+        """The slot, writable. Raises LifecycleError when it is not ours (any more)."""
+        return self._writes._view(self._position)
+
+    def fill(self, source: Any) -> None:
+        """Copy a contiguous buffer of exactly the slot's size, checksum included."""
+        self._writes._fill(self._position, source)
+
+    def publish(self) -> Published:
+        """Publish this item alone."""
+        return self._writes._publish_one(self._position)
+
+
+def _stretches(positions: list[int]) -> list[tuple[int, int]]:
+    """(first, count) of each stretch of consecutive positions."""
+    stretches: list[tuple[int, int]] = []
+    for position in positions:
+        if stretches and sum(stretches[-1]) == position:
+            stretches[-1] = (stretches[-1][0], stretches[-1][1] + 1)
+        else:
+            stretches.append((position, 1))
+    return stretches
+
+
+def check_members(members: Sequence[Member] | None, nbytes: int | None) -> tuple[Member, ...]:
+    """The members of a reservation: as given, or one object of `nbytes` a chunk."""
+    if (members is None) == (nbytes is None):
+        raise UsageError("say either nbytes= (one object a chunk) or members=", code="members")
+    if nbytes is not None:
+        return (Member(0, nbytes),)
+    assert members is not None
+    if not members or len({m.index for m in members}) != len(members):
+        raise UsageError("members are one or more, each index once", code="members")
+    return tuple(members)
+
+
+assert limits.batch_items_max <= 0xFFFF
