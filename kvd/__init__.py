@@ -29,6 +29,7 @@ from kvd.errors import (
     ViewsAliveError,
 )
 from kvd.types import Descriptor, Member, Outcome
+from kvd.version import VERSION
 
 if TYPE_CHECKING:
     from kvd.clientlib.chain import Chain
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from kvd.layout.manifest import Manifest
     from kvd.shm.messages import Granted, Published
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _LAZY = {
     "Admin": "kvd.clientlib.store",

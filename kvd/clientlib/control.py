@@ -15,9 +15,9 @@ import threading
 import time
 from typing import TypeVar
 
-import kvd
 from kvd import limits
 from kvd.errors import KvdError, ProtocolError, UnavailableError, UsageError
+from kvd.version import VERSION
 from kvd.wire import frames
 from kvd.wire import messages as wire
 
@@ -44,7 +44,7 @@ class Control:
         self._sock = _dial(path, deadline_s)
         try:
             hello = wire.Hello(
-                (wire.PROTOCOL_MIN, wire.PROTOCOL_MAX), kvd.__version__, wire.LAYOUT_VERSION, name, role
+                (wire.PROTOCOL_MIN, wire.PROTOCOL_MAX), VERSION, wire.LAYOUT_VERSION, name, role
             )
             self.welcome = self.request(hello, wire.Welcome, deadline_s=deadline_s)
         except BaseException:
