@@ -1,0 +1,172 @@
+"""Typed access to the fields of one config, with messages that name the field, its value and what is allowed.
+
+Pure. Used by the readers of this package only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvd.errors import UsageError
+from kvd.layout.dtypes import dtype_bits
+from kvd.layout.geometry import HEADS_MAX, LAYERS_MAX, Plane, Scales, kv_planes
+
+DIM_FIELD_MAX = 1 << 22
+WINDOW_FIELD_MAX = 1 << 30
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+
+
+@dataclass(frozen=True, slots=True)
+class Types:
+    """Element types in which a cache is kept.
+
+    `state` is for recurrent states ("" : as the architecture's own implementation keeps it), `conv` for the
+    inputs that a causal convolution still needs, of which `conv_columns_less` fewer than the kernel is wide
+    are kept (0: Transformers, 1: engines that keep kernel - 1).
+    """
+
+    k: str
+    v: str
+    scales: Scales | None = None
+    state: str = ""
+    conv: str = ""
+    conv_columns_less: int = 0
+
+    def check(self) -> None:
+        """Raise UsageError(dtype) for a type that is unknown."""
+        dtype_bits(self.k)
+        dtype_bits(self.v, field="v_dtype")
+        if self.state:
+            dtype_bits(self.state, field="state_dtype")
+        if self.conv:
+            dtype_bits(self.conv, field="conv_dtype")
+        if self.conv_columns_less not in (0, 1):
+            raise UsageError(f"conv_columns_less is {self.conv_columns_less}; allowed: 0, 1", code="geometry")
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """One config (or the text part of one) under a name for messages."""
+
+    mapping: Mapping[str, object]
+    name: str
+    model_type: str
+    wrapper: str
+
+    def refuse(self, field: str, found: str, allowed: str) -> UsageError:
+        """The error for one field."""
+        return UsageError(
+            f"{self.name}: {field} {found}; {allowed}",
+            code="config-field",
+            field=field,
+            model=self.model_type,
+        )
+
+    def has(self, field: str) -> bool:
+        """Whether the field is there and not null."""
+        return self.mapping.get(field) is not None
+
+    def flag(self, field: str, default: bool) -> bool:
+        """A boolean."""
+        value = self.mapping.get(field, default)
+        if not isinstance(value, bool):
+            raise self.refuse(field, f"is {value!r}", "allowed: true, false")
+        return value
+
+    def maybe(self, *names: str, most: int) -> int | None:
+        """A whole number in 1 … most under the first of `names` that is there; null and absent are None.
+
+        Two names for one thing that disagree are refused.
+        """
+        present = [(name, self.mapping[name]) for name in names if self.has(name)]
+        for name, value in present:
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise self.refuse(name, f"is {value!r}", f"allowed is a whole number in 1 … {most}")
+            if value != present[0][1]:
+                raise self.refuse(name, f"is {value}", f"{present[0][0]} says {present[0][1]}")
+        return int(str(present[0][1])) if present else None
+
+    def number(self, *names: str, most: int, default: int | None = None) -> int:
+        """As `maybe`, but absent is the default of the model class, or refused."""
+        value = self.maybe(*names, most=most)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.refuse(" or ".join(names), "is missing", f"{self.model_type} needs it")
+        return value
+
+    def layers(self) -> int:
+        """Layers of the model."""
+        for field in ("layers_block_type", "hybrid_override_pattern"):
+            listed = self.mapping.get(field)
+            if isinstance(listed, list | str) and listed and not any(self.has(name) for name in _LAYERS):
+                return len(listed)
+        defaults = {"gemma3_text": 26}
+        return self.number(*_LAYERS, most=LAYERS_MAX, default=defaults.get(self.model_type))
+
+    def heads(self, default: int | None = None) -> int:
+        """Query heads: only to derive what a config leaves out; they are never counted."""
+        return self.number(*_HEADS, most=HEADS_MAX, default=default)
+
+    def hidden(self, default: int | None = None) -> int:
+        """Width of the model."""
+        return self.number(*_HIDDEN, most=DIM_FIELD_MAX, default=default)
+
+    def kv_heads(self, default: int | None = None, *, heads_default: int | None = None) -> int:
+        """KV heads; absent means one for each query head, unless the class says otherwise."""
+        heads = self.heads(heads_default)
+        kv_heads = self.number("num_key_value_heads", most=HEADS_MAX, default=default or heads)
+        if heads % kv_heads:
+            raise self.refuse(
+                "num_key_value_heads", f"is {kv_heads}", f"it must divide the {heads} query heads"
+            )
+        return kv_heads
+
+    def head_dim(self, *names: str, default: int | None = None, heads_default: int | None = None) -> int:
+        """Width of one attention head: stated, the default of the class, or hidden size / query heads."""
+        stated = self.maybe(*(names or ("head_dim",)), most=DIM_FIELD_MAX)
+        if stated is not None:
+            return stated
+        if default is not None:
+            return default
+        hidden, heads = self.hidden(), self.heads(heads_default)
+        if hidden % heads:
+            raise self.refuse(
+                "head_dim", "is missing", f"and {heads} heads do not divide the hidden size {hidden}"
+            )
+        return hidden // heads
+
+    def listed(self, field: str, allowed: Mapping[str, str], length: int | None = None) -> list[str] | None:
+        """A list of layer kinds, translated by `allowed`; None if absent. Its length must be that of the
+        model.
+        """
+        value = self.mapping.get(field)
+        if value is None:
+            return None
+        if not isinstance(value, Sequence) or (isinstance(value, str) and field != "hybrid_override_pattern"):
+            raise self.refuse(
+                field, f"is a {type(value).__name__}", "allowed is a list with one entry a layer"
+            )
+        layers = self.layers() if length is None else length
+        if len(value) != layers:
+            raise self.refuse(field, f"has {len(value)} entries", f"the model has {layers} layers")
+        kinds: list[str] = []
+        for layer, kind in enumerate(value):
+            if str(kind) not in allowed:
+                raise self.refuse(f"{field}[{layer}]", f"is {kind!r}", f"allowed: {', '.join(allowed)}")
+            kinds.append(allowed[str(kind)])
+        return kinds
+
+
+def attention_planes(types: Types, kv_heads: int, head_dim: int) -> tuple[Plane, ...]:
+    """K and V of one attention layer."""
+    return kv_planes(kv_heads, head_dim, head_dim, types.k, types.v, types.scales)
+
+
+def where(kinds: Sequence[str], *wanted: str) -> tuple[int, ...]:
+    """Numbers of the layers whose kind is one of `wanted`."""
+    return tuple(layer for layer, kind in enumerate(kinds) if kind in wanted)
