@@ -61,6 +61,19 @@ std::uint64_t py_xxh3_64(nb::handle buf, std::uint64_t seed) {
   return xxh3_64(data.data(), data.size(), seed);
 }
 
+nb::bytes py_xxh3_128(nb::handle buf, std::uint64_t seed) {
+  const Buffer data(buf, "buf", Buffer::Access::read);
+  nb::bytes out = new_bytes(16);
+  const GilReleaseIfLong release(data.size());
+  kernels().xxh3_128(data.data(), data.size(), seed, bytes_data(out));
+  return out;
+}
+
+nb::bytes py_tokens_u32(nb::handle tokens) {
+  const IntegerArray ids(tokens, "tokens");
+  return nb::bytes(reinterpret_cast<const char*>(ids.bytes()), ids.count() * sizeof(std::uint32_t));
+}
+
 void py_copy(nb::handle dst, nb::handle src, int threads) {
   const Buffer to(dst, "dst", Buffer::Access::write), from(src, "src", Buffer::Access::read);
   check_copy(to, from);
@@ -187,29 +200,32 @@ std::vector<std::uint8_t*> addresses(const std::vector<Buffer>& buffers) {
   return result;
 }
 
+void check_sizes(const std::vector<Buffer>& buffers, const std::vector<std::uint64_t>& least, const std::string& name) {
+  if (buffers.size() != least.size()) {
+    refuse(name + " has " + std::to_string(buffers.size()) + " items: the plan uses " + std::to_string(least.size()));
+  }
+  for (std::size_t i = 0; i < buffers.size(); ++i) {
+    if (buffers[i].size() >= least[i]) continue;
+    refuse(name + "[" + std::to_string(i) + "] has " + std::to_string(buffers[i].size()) +
+           " bytes: the plan reaches " + std::to_string(least[i]));
+  }
+}
+
 void check_paged(const PagedPlan& plan, PagedDirection direction, const std::vector<Buffer>& objects,
                  const std::vector<Buffer>& tensors, const IntegerArray& ids) {
   if (direction == PagedDirection::gather && plan.moved_bytes() != plan.object_bytes()) {
-    refuse("the plan fills " + std::to_string(plan.moved_bytes()) + " of an object's " +
-           std::to_string(plan.object_bytes()) + " bytes: a gather must fill all of it");
+    refuse("plan: it fills " + std::to_string(plan.moved_bytes()) + " of an object's " +
+           std::to_string(plan.object_bytes()) + " bytes; a gather must fill all of it");
   }
   for (std::size_t o = 0; o < objects.size(); ++o) {
     if (objects[o].size() == plan.object_bytes()) continue;
-    refuse("objects[" + std::to_string(o) + "] has " + std::to_string(objects[o].size()) + " bytes: the plan's objects have " +
-           std::to_string(plan.object_bytes()));
+    refuse("objects[" + std::to_string(o) + "] has " + std::to_string(objects[o].size()) +
+           " bytes: the plan's objects have " + std::to_string(plan.object_bytes()));
   }
-  const std::vector<std::uint64_t>& least = plan.tensor_bytes_min();
-  if (tensors.size() != least.size()) {
-    refuse("tensors has " + std::to_string(tensors.size()) + " items: the plan uses " + std::to_string(least.size()));
-  }
-  for (std::size_t t = 0; t < tensors.size(); ++t) {
-    if (tensors[t].size() >= least[t]) continue;
-    refuse("tensors[" + std::to_string(t) + "] has " + std::to_string(tensors[t].size()) + " bytes: the plan reaches " +
-           std::to_string(least[t]));
-  }
+  check_sizes(tensors, plan.tensor_bytes_min(), "tensors");
   if (ids.count() != objects.size() * plan.blocks_per_object()) {
-    refuse("block_ids has " + std::to_string(ids.count()) + " items: " + std::to_string(objects.size()) + " objects need " +
-           std::to_string(objects.size() * plan.blocks_per_object()));
+    refuse("block_ids has " + std::to_string(ids.count()) + " items: " + std::to_string(objects.size()) +
+           " objects need " + std::to_string(objects.size() * plan.blocks_per_object()));
   }
   ids.check_below(plan.blocks_count());
 }
@@ -227,9 +243,36 @@ void py_paged_copy(const PagedPlan& plan, int direction_code, const nb::sequence
   const IntegerArray ids(block_ids, "block_ids");
   check_paged(plan, direction, object_buffers, tensor_buffers, ids);
   const std::vector<std::uint32_t> aligned_ids = ids.values();
-  const auto to = addresses(object_buffers), from = addresses(tensor_buffers);
-  const GilReleaseIfLong release(plan.moved_bytes() * to.size());
-  paged_copy(plan, direction, to.data(), to.size(), from.data(), aligned_ids.data());
+  const std::size_t objects_count = object_buffers.size();
+  const auto object_addresses = addresses(object_buffers), tensor_addresses = addresses(tensor_buffers);
+  const GilReleaseIfLong release(plan.moved_bytes() * objects_count);
+  paged_copy(plan, direction, object_addresses.data(), objects_count, tensor_addresses.data(), aligned_ids.data());
+}
+
+using CopyTuple = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t,
+                             std::vector<DimTuple>>;
+
+void init_strided(StridedPlan* self, const std::vector<CopyTuple>& tuples) {
+  std::vector<StridedCopy> copies;
+  copies.reserve(tuples.size());
+  for (const auto& [source, destination, source_offset, destination_offset, run_bytes, loops] : tuples) {
+    StridedCopy copy{source, destination, run_bytes, source_offset, destination_offset, {}};
+    for (const auto& [count, source_stride, destination_stride] : loops) {
+      copy.loops.push_back({count, source_stride, destination_stride});
+    }
+    copies.push_back(std::move(copy));
+  }
+  new (self) StridedPlan(copies);
+}
+
+void py_strided_copy(const StridedPlan& plan, const nb::sequence& sources, const nb::sequence& destinations) {
+  const std::vector<Buffer> from = buffers_of(sources, "sources", Buffer::Access::read);
+  const std::vector<Buffer> to = buffers_of(destinations, "destinations", Buffer::Access::write);
+  check_sizes(from, plan.source_bytes_min(), "sources");
+  check_sizes(to, plan.destination_bytes_min(), "destinations");
+  const auto from_addresses = addresses(from), to_addresses = addresses(to);
+  const GilReleaseIfLong release(plan.moved_bytes());
+  strided_copy(plan, from_addresses.data(), to_addresses.data());
 }
 
 std::vector<std::string> py_isa_names() {
@@ -249,6 +292,8 @@ void py_isa_select(const std::string& name) {
 void bind_compute(nb::module_& module) {
   using namespace nb::literals;
   module.def("xxh3_64", py_xxh3_64, "buf"_a, "seed"_a = 0);
+  module.def("xxh3_128", py_xxh3_128, "buf"_a, "seed"_a = 0);
+  module.def("tokens_u32", py_tokens_u32, "tokens"_a);
   module.def("copy", py_copy, "dst"_a, "src"_a, "threads"_a = 1);
   module.def("copy_checksum", py_copy_checksum, "dst"_a, "src"_a, "seed"_a);
   module.def("chain", py_chain, "parent"_a, "tokens"_a, "chunk_tokens"_a, "algorithm"_a = 0, "extras"_a = nb::none());
@@ -262,6 +307,12 @@ void bind_compute(nb::module_& module) {
       .def_prop_ro("moved_bytes", &PagedPlan::moved_bytes)
       .def_prop_ro("tensor_bytes_min", &PagedPlan::tensor_bytes_min);
   module.def("paged_copy", py_paged_copy, "plan"_a, "direction"_a, "objects"_a, "tensors"_a, "block_ids"_a);
+  nb::class_<StridedPlan>(module, "StridedPlan")
+      .def("__init__", init_strided, "copies"_a)
+      .def_prop_ro("moved_bytes", &StridedPlan::moved_bytes)
+      .def_prop_ro("source_bytes_min", &StridedPlan::source_bytes_min)
+      .def_prop_ro("destination_bytes_min", &StridedPlan::destination_bytes_min);
+  module.def("strided_copy", py_strided_copy, "plan"_a, "sources"_a, "destinations"_a);
   module.def("isa_names", py_isa_names);
   module.def("isa_selected", [] { return std::string(kernels().name); });
   module.def("isa_select", py_isa_select, "name"_a);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 #include "copy.hpp"
 #include "cpu.hpp"
@@ -11,6 +12,8 @@ namespace {
 
 // Whole calls below this stay in the cache, and runs below this gain nothing from going past it.
 constexpr std::uint64_t stream_run_bytes_min = 256;
+
+constexpr std::uint32_t buffers_max = 4096;  // tensors, sources or destinations of one call
 
 [[noreturn]] void refuse(std::size_t index, const char* field, std::uint64_t value, const std::string& rule) {
   throw std::invalid_argument("runs[" + std::to_string(index) + "]." + field + " = " + std::to_string(value) + ": " +
@@ -22,6 +25,39 @@ void reach(std::uint64_t& extent, std::uint64_t count, std::uint64_t stride, std
   const auto sum = static_cast<unsigned __int128>(count) * stride + extent;
   if (sum > paged_extent_max) refuse(index, field, stride, "reaches past 2^48 bytes");
   extent = static_cast<std::uint64_t>(sum);
+}
+
+struct Extents {
+  std::uint64_t paged, object, moved;  // first byte not touched on either side; bytes moved
+};
+
+// How far a run reaches over all its dims, `blocks_count` block ids and `blocks_per_object` blocks.
+Extents check(const PagedRun& run, std::uint64_t blocks_count, std::uint64_t blocks_per_object, std::size_t index) {
+  if (run.tensor >= buffers_max) refuse(index, "tensor", run.tensor, "must be below 4096");
+  if (run.run_bytes == 0) refuse(index, "run_bytes", run.run_bytes, "must be at least 1");
+  if (run.dims.size() > paged_dims_max) refuse(index, "dims", run.dims.size(), "at most 4 dims");
+  Extents extents{0, 0, 0};
+  reach(extents.paged, 1, run.run_bytes, index, "run_bytes");
+  reach(extents.paged, 1, run.paged_offset, index, "paged_offset");
+  reach(extents.paged, blocks_count - 1, run.paged_block_stride, index, "paged_block_stride");
+  reach(extents.object, 1, run.run_bytes, index, "run_bytes");
+  reach(extents.object, 1, run.object_offset, index, "object_offset");
+  reach(extents.object, blocks_per_object - 1, run.object_block_stride, index, "object_block_stride");
+  reach(extents.moved, blocks_per_object, run.run_bytes, index, "run_bytes");
+  for (const PagedDim& dim : run.dims) {
+    if (dim.count == 0) refuse(index, "dims.count", dim.count, "must be at least 1");
+    reach(extents.paged, dim.count - 1, dim.paged_stride, index, "dims.paged_stride");
+    reach(extents.object, dim.count - 1, dim.object_stride, index, "dims.object_stride");
+    std::uint64_t grown = 0;
+    reach(grown, dim.count, extents.moved, index, "dims.count");
+    extents.moved = grown;
+  }
+  return extents;
+}
+
+void raise_to(std::vector<std::uint64_t>& bytes_min, std::uint32_t index, std::uint64_t bytes) {
+  if (index >= bytes_min.size()) bytes_min.resize(index + std::size_t{1}, 0);
+  bytes_min[index] = std::max(bytes_min[index], bytes);
 }
 
 // Fewer, longer runs for the same bytes, so that the copy loop sees the true contiguity.
@@ -115,39 +151,16 @@ PagedPlan::PagedPlan(std::uint64_t object_bytes, std::uint64_t blocks_count, std
   }
   if (runs.empty()) throw std::invalid_argument("runs is empty: the plan would copy nothing");
   for (std::size_t index = 0; index < runs.size(); ++index) {
-    check(runs[index], index);
+    const Extents extents = check(runs[index], blocks_count, blocks_per_object, index);
+    if (extents.object > object_bytes) {
+      refuse(index, "object_offset", runs[index].object_offset,
+             "the run ends at byte " + std::to_string(extents.object) + " of an object of " +
+                 std::to_string(object_bytes));
+    }
+    reach(moved_bytes_, 1, extents.moved, index, "run_bytes");
+    raise_to(tensor_bytes_min_, runs[index].tensor, extents.paged);
     runs_.push_back(simplified(runs[index]));
   }
-}
-
-void PagedPlan::check(const PagedRun& run, std::size_t index) {
-  if (run.tensor >= 4096) refuse(index, "tensor", run.tensor, "at most 4096 tensors");
-  if (run.run_bytes == 0 || run.run_bytes > paged_extent_max) {
-    refuse(index, "run_bytes", run.run_bytes, "must be 1 .. 2^48");
-  }
-  if (run.dims.size() > paged_dims_max) refuse(index, "dims", run.dims.size(), "at most 4 dims");
-  std::uint64_t paged = run.run_bytes, object = run.run_bytes;
-  reach(paged, 1, run.paged_offset, index, "paged_offset");
-  reach(paged, blocks_count_ - 1, run.paged_block_stride, index, "paged_block_stride");
-  reach(object, 1, run.object_offset, index, "object_offset");
-  reach(object, blocks_per_object_ - 1, run.object_block_stride, index, "object_block_stride");
-  std::uint64_t moved = 0;
-  reach(moved, blocks_per_object_, run.run_bytes, index, "run_bytes");
-  for (const PagedDim& dim : run.dims) {
-    if (dim.count == 0 || dim.count > paged_extent_max) refuse(index, "dims.count", dim.count, "must be 1 .. 2^48");
-    reach(paged, dim.count - 1, dim.paged_stride, index, "dims.paged_stride");
-    reach(object, dim.count - 1, dim.object_stride, index, "dims.object_stride");
-    std::uint64_t grown = 0;
-    reach(grown, dim.count, moved, index, "dims.count");
-    moved = grown;
-  }
-  if (object > object_bytes_) {
-    refuse(index, "object_offset", run.object_offset,
-           "the run ends at byte " + std::to_string(object) + " of an object of " + std::to_string(object_bytes_));
-  }
-  reach(moved_bytes_, 1, moved, index, "run_bytes");
-  if (run.tensor >= tensor_bytes_min_.size()) tensor_bytes_min_.resize(run.tensor + std::size_t{1}, 0);
-  tensor_bytes_min_[run.tensor] = std::max(tensor_bytes_min_[run.tensor], paged);
 }
 
 void paged_copy(const PagedPlan& plan, PagedDirection direction, std::uint8_t* const* objects,
@@ -163,6 +176,31 @@ void paged_copy(const PagedPlan& plan, PagedDirection direction, std::uint8_t* c
         copier.copy(direction == PagedDirection::gather ? Sides{object, block} : Sides{block, object});
       }
     }
+  }
+  store_fence();
+}
+
+StridedPlan::StridedPlan(const std::vector<StridedCopy>& copies) {
+  if (copies.empty()) throw std::invalid_argument("runs is empty: the plan would copy nothing");
+  for (std::size_t index = 0; index < copies.size(); ++index) {
+    const StridedCopy& copy = copies[index];
+    PagedRun run{copy.source, copy.run_bytes, copy.source_offset, copy.destination_offset, 0, 0, {}};
+    for (const auto& loop : copy.loops) run.dims.push_back({loop.count, loop.source_stride, loop.destination_stride});
+    if (copy.destination >= buffers_max) refuse(index, "destination", copy.destination, "must be below 4096");
+    const Extents extents = check(run, 1, 1, index);
+    reach(moved_bytes_, 1, extents.moved, index, "run_bytes");
+    raise_to(source_bytes_min_, copy.source, extents.paged);
+    raise_to(destination_bytes_min_, copy.destination, extents.object);
+    steps_.push_back({copy.destination, simplified(std::move(run))});
+  }
+}
+
+void strided_copy(const StridedPlan& plan, std::uint8_t* const* sources, std::uint8_t* const* destinations) {
+  const bool stream = plan.moved_bytes_ >= stream_bytes_min;
+  for (const StridedPlan::Step& step : plan.steps_) {
+    const RunCopier copier(step.run, PagedDirection::gather, stream);
+    copier.copy({destinations[step.destination] + step.run.object_offset,
+                 sources[step.run.tensor] + step.run.paged_offset});
   }
   store_fence();
 }

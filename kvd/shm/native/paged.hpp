@@ -8,6 +8,8 @@
 //   object address = objects[o]        + r.object_offset + b  * r.object_block_stride + sum(i_k * dims[k].object_stride)
 //   r.run_bytes contiguous bytes are copied: to the object (gather) or to the tensor (scatter).
 //
+// A strided plan is the same without blocks: between numbered sources and destinations, as re-sharding needs it.
+//
 // Called by: the binding, for clients. Any thread; a plan is immutable and may be shared.
 // Invariant: all bounds are checked before the first byte moves. Fenced like copy_nt.
 #pragma once
@@ -59,8 +61,6 @@ class PagedPlan {
   friend void paged_copy(const PagedPlan&, PagedDirection, std::uint8_t* const*, std::size_t, std::uint8_t* const*,
                          const std::uint32_t*);
 
-  void check(const PagedRun& run, std::size_t index);
-
   std::uint64_t object_bytes_;
   std::uint64_t blocks_count_;
   std::uint64_t blocks_per_object_;
@@ -74,5 +74,42 @@ class PagedPlan {
 // tensors are.
 void paged_copy(const PagedPlan& plan, PagedDirection direction, std::uint8_t* const* objects,
                 std::size_t objects_count, std::uint8_t* const* tensors, const std::uint32_t* block_ids);
+
+struct StridedCopy {
+  std::uint32_t source = 0;       // index into the sources of a call
+  std::uint32_t destination = 0;  // index into the destinations
+  std::uint64_t run_bytes = 0;
+  std::uint64_t source_offset = 0;
+  std::uint64_t destination_offset = 0;
+  struct Loop {
+    std::uint64_t count = 0, source_stride = 0, destination_stride = 0;  // strides in bytes
+  };
+  std::vector<Loop> loops;  // outermost first, at most paged_dims_max
+};
+
+class StridedPlan {
+ public:
+  // Throws std::invalid_argument naming the copy and the field, as PagedPlan does.
+  explicit StridedPlan(const std::vector<StridedCopy>& copies);
+
+  std::uint64_t moved_bytes() const noexcept { return moved_bytes_; }
+  const std::vector<std::uint64_t>& source_bytes_min() const noexcept { return source_bytes_min_; }
+  const std::vector<std::uint64_t>& destination_bytes_min() const noexcept { return destination_bytes_min_; }
+
+ private:
+  friend void strided_copy(const StridedPlan&, std::uint8_t* const*, std::uint8_t* const*);
+
+  struct Step {
+    std::uint32_t destination;
+    PagedRun run;  // the source as `tensor`, the destination as object
+  };
+  std::uint64_t moved_bytes_ = 0;
+  std::vector<std::uint64_t> source_bytes_min_;
+  std::vector<std::uint64_t> destination_bytes_min_;
+  std::vector<Step> steps_;
+};
+
+// Carries out a plan. The caller has checked the sizes of sources and destinations. Fenced like copy_nt.
+void strided_copy(const StridedPlan& plan, std::uint8_t* const* sources, std::uint8_t* const* destinations);
 
 }  // namespace kvd
