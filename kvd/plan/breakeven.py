@@ -308,7 +308,7 @@ class BreakEvenPlan:
                  f"{format_ns(self.queue_reuse_ns)} - {format_ns(self.queue_cold_ns)}", queue, "ns"),
             Step("cost of reuse", f"lookup {format_ns(self.lookup_ns)} + "
                  f"{format_ns(self.load_critical_ns)} + queue {format_ns(queue)}", self.cost_ns, "ns"),
-            Step("prefill saved", "full prefill - prefill of the suffix, as given",
+            Step("prefill saved", "full prefill - prefill of the suffix",
                  self.prefill_saved_ns, "ns"),
             Step("gain", f"{format_ns(self.prefill_saved_ns)} - {format_ns(self.cost_ns)}",
                  self.gain_ns, "ns"),
@@ -342,8 +342,73 @@ class BreakEvenPlan:
         return f"{verdict}; this holds for one request at these rates, which kvd measures again as it runs."
 
 
-def describe_prefill(cost: PrefillCost) -> str:
-    """The model in words, for a person."""
-    linear = format_ns(Fraction(cost.linear_ps_per_token, 1_000))
-    quadratic = format_number(Fraction(cost.quadratic_fs_per_pair, 1_000_000), 4)
-    return f"{format_ns(cost.fixed_ns)} + {linear} a token + {quadratic} ns a pair of tokens"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakEvenLength:
+    """From which length on loading a prefix pays, at given load and prefill costs. Raises UsageError as they do."""
+
+    cost: LoadCost
+    prefill: PrefillCost
+    bytes_per_token: int
+    tokens_max: int = 1 << 20
+    queue_delta_ns: int = 0
+
+    @property
+    def tokens(self) -> int | None:
+        """The shortest prefix worth loading, None if none up to `tokens_max` is."""
+        return break_even_tokens(
+            self.cost, self.prefill, self.bytes_per_token, self.tokens_max, self.queue_delta_ns
+        )
+
+    def cost_ns(self, tokens: int) -> int:
+        """Lookup, load, copy, sync and the extra queueing for a prefix of `tokens`."""
+        return (
+            self.cost.lookup_ns + self.cost.critical_ns(tokens * self.bytes_per_token) + self.queue_delta_ns
+        )
+
+    def saved_ns(self, tokens: int) -> int:
+        """Prefill saved by a prefix of `tokens` before a suffix of one token."""
+        return self.prefill.saved_ns(tokens + 1, tokens)
+
+    @property
+    def answers(self) -> Mapping[str, Answer]:
+        """Results under stable names."""
+        return {"break_even_tokens": self.tokens, "tokens_max": self.tokens_max}
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The arithmetic, in order."""
+        shown = self.tokens or self.tokens_max
+        size = shown * self.bytes_per_token
+        model = self.prefill
+        linear = format_ns(Fraction(model.linear_ps_per_token, 1_000))
+        pair = format_ns(Fraction(model.quadratic_fs_per_pair, 1_000_000))
+        text = f"{format_number(shown)} × {linear} + {format_number(shown)}² ÷ 2 × {pair}"
+        rows = [
+            Step("prefix", "the shortest that pays" if self.tokens else "none pays; the longest looked at",
+                 shown, "tokens"),
+            Step("its bytes", f"{format_number(shown)} × {format_number(self.bytes_per_token)} B", size, "B"),
+            Step("cost of reuse", "lookup + load + copy to GPU + sync + extra queueing", self.cost_ns(shown), "ns"),
+            Step("prefill saved", text, self.saved_ns(shown), "ns"),
+        ]  # fmt: skip
+        return tuple(rows)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the numbers take for granted."""
+        fixed = format_ns(self.prefill.fixed_ns)
+        return (
+            f"prefill grows linearly with the new tokens and with the pairs that attend, plus {fixed} that are not "
+            f"saved; fitted to the samples given",
+            "load and copy run at the same rates at every length",
+        )
+
+    @property
+    def conclusion(self) -> str:
+        """What follows, and what does not."""
+        found = self.tokens
+        verdict = (
+            f"Prefixes below {format_number(found)} tokens are faster to compute than to load"
+            if found is not None
+            else f"No prefix up to {format_number(self.tokens_max)} tokens is worth loading"
+        )
+        return f"{verdict} at these rates; beyond the sampled lengths this is extrapolation."

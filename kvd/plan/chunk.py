@@ -302,23 +302,32 @@ class ChunkSweep:
     @property
     def answers(self) -> Mapping[str, Answer]:
         """Results under stable names; the rows are in `rows`."""
-        best = self.best
         return {
-            "requests_count": best.requests_count,
-            "prompt_tokens": best.prompt_tokens,
-            "usable_best_chunk_tokens": best.chunk_tokens,
-            "usable_best_share": best.usable_share,
+            "requests_count": self.most.requests_count,
+            "prompt_tokens": self.most.prompt_tokens,
+            "usable_most_chunk_tokens": self.most.chunk_tokens,
+            "usable_most_share": self.most.usable_share,
+            "proposed_chunk_tokens": self.proposed.chunk_tokens,
+            "proposed_usable_share": self.proposed.usable_share,
         }
 
     @property
-    def best(self) -> ChunkRow:
+    def most(self) -> ChunkRow:
         """The row that skips the most prefill; of equal ones the largest chunk."""
         return max(self.rows, key=lambda row: (row.usable_tokens, row.chunk_tokens))
 
     @property
+    def proposed(self) -> ChunkRow:
+        """The largest chunk that skips at least 99 % of what the best one does."""
+        enough = Fraction(99, 100) * self.most.usable_tokens
+        return max(
+            (row for row in self.rows if row.usable_tokens >= enough), key=lambda row: row.chunk_tokens
+        )
+
+    @property
     def steps(self) -> tuple[Step, ...]:
-        """The arithmetic of the row that skips the most prefill."""
-        best, members = self.best, self.setup.members_count
+        """The arithmetic of the proposed row."""
+        best, members = self.proposed, self.setup.members_count
         size = format_number(best.chunk_tokens)
         return (
             Step("requests", "in the trace", best.requests_count, "requests"),
@@ -355,19 +364,16 @@ class ChunkSweep:
     @property
     def conclusion(self) -> str:
         """What follows, and what does not."""
-        best = self.best
+        best, most = self.proposed, self.most
         first = (
-            f"On this trace chunks of {format_number(best.chunk_tokens)} tokens skip the most prefill "
-            f"({format_share(best.usable_share)})"
+            f"On this trace chunks of {format_number(best.chunk_tokens)} tokens skip "
+            f"{format_share(best.usable_share)} of the prefill"
         )
-        coarse = self.rows[-1]
-        if coarse.chunk_tokens > best.chunk_tokens and coarse.objects_peak_count:
-            fewer = Fraction(best.objects_peak_count, coarse.objects_peak_count)
-            lost = best.usable_share - coarse.usable_share
-            first += (
-                f"; {format_number(coarse.chunk_tokens)} would need {format_number(fewer, 1)} times fewer "
-                f"objects and skip {format_number(lost * 100)} points less"
-            )
+        if most is not best:
+            first += f", within 1 % of the most ({format_share(most.usable_share)} at {most.chunk_tokens:,})"
+        if most.chunk_tokens < best.chunk_tokens and best.objects_peak_count:
+            fewer = Fraction(most.objects_peak_count, best.objects_peak_count)
+            first += f", with {format_number(fewer, 1)} times fewer objects"
         return f"{first}; this says nothing about other traffic, nor about latency when loads queue."
 
 

@@ -251,10 +251,10 @@ class NetworkPlan:
                  f"{format_number(self.link_bytes_per_s / 10**9)} GB/s", self.link_bytes_per_s, "B/s"),
             Step("one link, in practice", f"{format_bandwidth(self.link_bytes_per_s)} × "
                  f"{format_share(self.efficiency)}", self.link_effective_bytes_per_s, "B/s"),
-            Step("links for the reads",
+            Step("links for all reads",
                  f"{format_bandwidth(self.read_bytes_per_s)} ÷ {effective}, rounded up",
                  self.read_links_min, "links"),
-            Step("links for the writes",
+            Step("links for all writes",
                  f"{format_bandwidth(self.write_bytes_per_s)} ÷ {effective}, rounded up",
                  self.write_links_min, "links"),
         ]  # fmt: skip
@@ -266,7 +266,7 @@ class NetworkPlan:
         busiest = format_bandwidth(self.matrix.busiest_bytes_per_s)
         each = "of the busiest host" if self.hosts_count is not None else "each way, duplex"
         rows += [
-            Step("busiest direction", f"largest row or column sum of the matrix, {each}",
+            Step("busiest direction", f"largest row or column sum, {each}",
                  self.matrix.busiest_bytes_per_s, "B/s"),
             Step("links at least", f"{busiest} ÷ {effective}, rounded up", self.links_per_node_min, "links"),
             Step("load of those" if self.links_count is None else "load of yours",

@@ -23,8 +23,8 @@ class ObjectsPlan:
 
     `members_count` is groups × shards of a chunk. `metadata_per_family_bytes` is kvd's own measured figure
     (all memory beyond payload ÷ families); None when it has not been measured, and then no figure of kvd's
-    is shown. Raises UsageError: a value out of range, a chunk longer than the prefix, a chunk whose bytes
-    are not a whole number of members.
+    is shown. `shared_tokens` are leading tokens common to all prefixes. Raises UsageError: a
+    value out of range, a chunk longer than the prefix, a chunk whose bytes are not a whole number of members.
     """
 
     prefixes_count: int
@@ -34,6 +34,7 @@ class ObjectsPlan:
     members_count: int
     metadata_per_object_bytes: int = metadata_per_object_bytes_assumed
     metadata_per_family_bytes: int | None = None
+    shared_tokens: int = 0
 
     def __post_init__(self) -> None:
         check_int("prefixes", self.prefixes_count, 1, units.plan_count_max)
@@ -44,6 +45,7 @@ class ObjectsPlan:
         check_int("metadata per object", self.metadata_per_object_bytes, 0, units.plan_bytes_max)
         if self.metadata_per_family_bytes is not None:
             check_int("metadata per family", self.metadata_per_family_bytes, 0, units.plan_bytes_max)
+        check_int("shared tokens", self.shared_tokens, 0, self.prefix_tokens)
         if self.chunk_tokens > self.prefix_tokens:
             raise UsageError(
                 f"chunk tokens = {self.chunk_tokens} is more than a prefix of {self.prefix_tokens} tokens "
@@ -70,7 +72,17 @@ class ObjectsPlan:
     @property
     def families_count(self) -> int:
         """Whole chunks of all prefixes; a partial chunk at the tail is not stored."""
-        return self.prefixes_count * (self.prefix_tokens // self.chunk_tokens)
+        return self.prefixes_count * self.own_chunks_count + self.shared_chunks_count
+
+    @property
+    def shared_chunks_count(self) -> int:
+        """Whole chunks that all prefixes begin with, stored once."""
+        return self.shared_tokens // self.chunk_tokens
+
+    @property
+    def own_chunks_count(self) -> int:
+        """Whole chunks that each prefix has for itself."""
+        return self.prefix_tokens // self.chunk_tokens - self.shared_chunks_count
 
     @property
     def objects_count(self) -> int:
@@ -110,7 +122,7 @@ class ObjectsPlan:
     @property
     def steps(self) -> tuple[Step, ...]:
         """The arithmetic, in order."""
-        chunks = self.prefix_tokens // self.chunk_tokens
+        own_chunks, shared = self.own_chunks_count, self.shared_chunks_count
         families, objects = format_number(self.families_count), format_number(self.objects_count)
         own = self.own_metadata_bytes
         rows = [
@@ -119,9 +131,9 @@ class ObjectsPlan:
             Step("one object", f"{format_bytes(self.chunk_bytes)} ÷ {counted(self.members_count, 'member')}",
                  self.object_bytes, "B"),
             Step("chunks of a prefix", f"{format_number(self.prefix_tokens)} ÷ "
-                 f"{format_number(self.chunk_tokens)}, whole ones", chunks, "chunks"),
-            Step("families", f"{format_number(self.prefixes_count)} prefixes × {chunks:,}",
-                 self.families_count, "families"),
+                 f"{format_number(self.chunk_tokens)}, whole ones", own_chunks + shared, "chunks"),
+            Step("families", f"{format_number(self.prefixes_count)} prefixes × {own_chunks:,}"
+                 + (f" + {shared:,} shared by all" if shared else ""), self.families_count, "families"),
             Step("objects", f"{families} × {counted(self.members_count, 'member')}",
                  self.objects_count, "objects"),
             Step("metadata", f"{objects} objects × {format_bytes(self.metadata_per_object_bytes)}",

@@ -239,6 +239,8 @@ def format_bandwidth(bytes_per_s: Number) -> str:
 
 def format_ns(duration_ns: Number) -> str:
     """'100 ms'."""
+    if duration_ns == 0:
+        return "0 s"
     return _format_scaled(duration_ns, _SHOWN_NS)
 
 

@@ -1,0 +1,576 @@
+"""`kvctl plan`: the planner on the command line.
+
+Owns the options of the five plans, the reading of files they name, and how a ledger is shown: a table of
+steps, the assumptions, one closing sentence, or JSON. Called by `kvd.kvctl.main`, which mounts `app`. Runs
+in the calling thread and touches no daemon. Invariant: bad input ends with exit code 2 and a message that
+names the field, the value and what is allowed, never with a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvd.errors import UsageError, to_dict
+from kvd.kvctl.plan_trace import read_trace
+from kvd.plan import units
+from kvd.plan.breakeven import NS_PER_S, BreakEvenLength, BreakEvenPlan, LoadCost, fit_prefill
+from kvd.plan.capacity import CapacityPlan
+from kvd.plan.chunk import ChunkRow, ChunkSweep, SweepCosts, SweepSetup, sweep
+from kvd.plan.ledger import Ledger, as_dict, plain
+from kvd.plan.network import NetworkPlan
+from kvd.plan.objects import ObjectsPlan, metadata_per_object_bytes_assumed
+from kvd.plan.queueing import InFlightPlan
+from kvd.plan.routing import Candidate, RoutePlan
+
+P = ParamSpec("P")
+
+matrix_shown_nodes_max = 7  # what fits 80 columns
+
+app = typer.Typer(
+    name="plan",
+    help="Arithmetic about a fleet, step by step: capacity, network, break-even, routing, chunk size.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Also draw it as a PNG.")]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="CONFIG.JSON", help="Hugging Face config.json to take bytes per token from."
+    ),
+]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="With --config: the type that KV is kept in.")]
+TokenBytesOption = Annotated[
+    int | None,
+    typer.Option("--bytes-per-token", help="Instead of --config: KV bytes of one token, all layers."),
+]
+TpOption = Annotated[
+    int, typer.Option("--tp", help="Shards of a group (tensor parallel ranks that split KV).")
+]
+GroupsOption = Annotated[int, typer.Option("--groups", help="Groups of layers with the same attention rule.")]
+MetadataOption = Annotated[str, typer.Option("--metadata", help="Metadata per object, assumed.")]
+
+
+def _report(
+    name: str, ledgers: dict[str, Ledger], as_json: bool, extra: dict[str, object] | None = None
+) -> None:
+    """Print the ledgers of one plan, as JSON or for a person."""
+    if as_json:
+        body = {title: as_dict(ledger) for title, ledger in ledgers.items()}
+        typer.echo(json.dumps({"plan": name, "ledgers": body, **(extra or {})}, indent=2, ensure_ascii=False))
+        return
+    for title, ledger in ledgers.items():
+        _print_ledger(title, ledger)
+
+
+def _console() -> Console:
+    return Console(highlight=False)
+
+
+def _print_ledger(title: str, ledger: Ledger) -> None:
+    console = _console()
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("step")
+    table.add_column("how", overflow="fold")
+    table.add_column("value", justify="right", no_wrap=True)
+    for step in ledger.steps:
+        # ≈ belongs to a result; within an expression it would only be in the way.
+        table.add_row(step.label, step.expression.replace("≈ ", ""), step.text)
+    console.print(table)
+    console.print("Assumed:", style="bold")
+    for assumption in ledger.assumptions:
+        console.print(f"  - {assumption}", soft_wrap=True, markup=False)
+    console.print(f"\n{ledger.conclusion}\n", style="bold", soft_wrap=True, markup=False)
+
+
+def _guarded(command: Callable[P, None]) -> Callable[P, None]:
+    """Turn a UsageError into its message and exit code 2; with --json into an object with `error`."""
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except UsageError as error:
+            if kwargs.get("as_json"):
+                typer.echo(json.dumps({"error": to_dict(error)}, indent=2, ensure_ascii=False))
+            else:
+                typer.echo(f"kvctl plan: {error}", err=True)
+            raise typer.Exit(2) from None
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__wrapped__ = command  # type: ignore[attr-defined]
+    run.__annotations__ = command.__annotations__
+    return run
+
+
+def _bytes_per_token(config: Path | None, given: int | None, dtype: str) -> int:
+    """KV bytes of one token from exactly one of --config and --bytes-per-token."""
+    if given is not None and config is not None:
+        raise UsageError(
+            f"--config = {config} and --bytes-per-token = {given}: two answers to one question; allowed: one",
+            code="contradiction",
+        )  # fmt: skip
+    if given is not None:
+        return units.check_int("--bytes-per-token", given, 1, units.plan_bytes_max)
+    if config is None:
+        raise UsageError(
+            "bytes per token are not known; allowed: --config config.json, or --bytes-per-token N",
+            code="missing",
+        )
+    from kvd.layout.geometry import Geometry  # only this option needs it
+
+    if not config.is_file():
+        raise UsageError(
+            f"--config = {config}: no such file; allowed: a Hugging Face config.json", code="file"
+        )
+    return int(Geometry.from_hf_config(str(config), dtype=dtype).bytes_per_token)
+
+
+def _plots(path: Path | None) -> Any:
+    """The drawing module, once the path is known to be fit; None if nothing is to be drawn."""
+    if path is None:
+        return None
+    if path.suffix != ".png":
+        raise UsageError(f"--plot = {path}: allowed: a file name that ends in .png", code="file")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--plot = {path}: no such folder; allowed: an existing one", code="file")
+    from kvd.kvctl import plan_plots
+
+    return plan_plots
+
+
+@app.command()
+@_guarded
+def capacity(
+    prefixes: Annotated[int, typer.Option(help="Unique prefixes to keep.")],
+    prefix_tokens: Annotated[int, typer.Option(help="Tokens of each.")],
+    hosts: Annotated[int, typer.Option(help="Hosts.")],
+    dram: Annotated[str, typer.Option(help="Memory of a host, like 512GiB.")],
+    config: ConfigOption = None,
+    bytes_per_token: TokenBytesOption = None,
+    dtype: DtypeOption = "bfloat16",
+    replicas: Annotated[int, typer.Option(help="Copies of everything, each on another host.")] = 1,
+    usable: Annotated[str, typer.Option(help="Part of the memory for payload, like 0.8 or 80%.")] = "0.8",
+    shared_tokens: Annotated[int, typer.Option(help="Leading tokens that all prefixes have in common.")] = 0,
+    spare_hosts: Annotated[
+        int | None, typer.Option(help="Hosts that may be lost at once. Default: 1 where there are several.")
+    ] = None,
+    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 256,
+    tp: TpOption = 1,
+    groups: GroupsOption = 1,
+    metadata: MetadataOption = f"{metadata_per_object_bytes_assumed}B",
+    bench: Annotated[
+        Path | None, typer.Option(help="JSON of `kvctl bench local --json`: kvd's own metadata figure.")
+    ] = None,
+    as_json: JsonOption = False,
+    plot: PlotOption = None,
+) -> None:
+    """Do the prefixes and their copies fit, how many objects are they, and what does the metadata cost?"""
+    plots = _plots(plot)
+    per_token = _bytes_per_token(config, bytes_per_token, dtype)
+    room = CapacityPlan(
+        prefixes_count=prefixes,
+        prefix_tokens=prefix_tokens,
+        bytes_per_token=per_token,
+        replicas_count=replicas,
+        hosts_count=hosts,
+        dram_per_host_bytes=units.parse_bytes(dram, "--dram"),
+        usable_share=units.parse_share(usable, "--usable"),
+        shared_tokens=shared_tokens,
+        spare_hosts=min(1, max(0, hosts - 1)) if spare_hosts is None else spare_hosts,
+    )
+    count = ObjectsPlan(
+        prefixes_count=prefixes,
+        prefix_tokens=prefix_tokens,
+        bytes_per_token=per_token,
+        chunk_tokens=chunk_tokens,
+        members_count=units.check_int("--tp", tp, 1, 4096) * units.check_int("--groups", groups, 1, 4096),
+        metadata_per_object_bytes=units.parse_bytes(metadata, "--metadata"),
+        metadata_per_family_bytes=None if bench is None else _own_metadata_bytes(bench),
+        shared_tokens=shared_tokens,
+    )
+    if plots is not None:
+        plots.draw_capacity(room, count, plot)
+    _report("capacity", {"Capacity": room, "Objects and metadata": count}, as_json)
+
+
+def _own_metadata_bytes(path: Path) -> int:
+    """`metadata_bytes_per_object` of a benchmark run, in which every family has one member."""
+    found = _read_json(path, "--bench")
+    value = found.get("metadata_bytes_per_object") if isinstance(found, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
+        raise UsageError(
+            f"--bench = {path}: metadata_bytes_per_object = {value!r}; allowed: the output of "
+            f"`kvctl bench local --json`, with a number of bytes there",
+            code="file",
+        )  # fmt: skip
+    return units.ceil_div(Fraction(value), 1)
+
+
+def _read_json(path: Path, option: str) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"{option} = {path}: {error.strerror}; allowed: a readable file", code="file"
+        ) from None
+    except ValueError as error:
+        raise UsageError(f"{option} = {path} is not JSON: {error}", code="file") from None
+
+
+@app.command()
+@_guarded
+def network(
+    rate: Annotated[str, typer.Option(help="Requests, like 200/s.")],
+    hit: Annotated[str, typer.Option(help="Part of them that hits, like 0.75.")],
+    size: Annotated[str, typer.Option("--bytes", help="Bytes of a hit, like 1GiB.")],
+    link: Annotated[str, typer.Option(help="One link, like 400Gbit.")],
+    efficiency: Annotated[str, typer.Option(help="Part of it reached in practice, like 0.65.")] = "1",
+    store_rate: Annotated[str, typer.Option(help="New prefixes stored, like 50/s.")] = "0/s",
+    store_bytes: Annotated[str | None, typer.Option(help="Bytes of a store, if not those of a hit.")] = None,
+    replicas: Annotated[int, typer.Option(help="Copies of each.")] = 1,
+    hosts: Annotated[int | None, typer.Option(help="Hosts that are cache and engine, 2 … 256.")] = None,
+    local: Annotated[str, typer.Option(help="With --hosts: part of the hits on the own host.")] = "0",
+    hot: Annotated[str | None, typer.Option(help="With --hosts: part of the reads one host owns.")] = None,
+    links: Annotated[int | None, typer.Option(help="Links there are, on each node.")] = None,
+    latency: Annotated[
+        str | None, typer.Option(help="Mean time of a load under this traffic: sizes what is in flight.")
+    ] = None,
+    as_json: JsonOption = False,
+    plot: PlotOption = None,
+) -> None:
+    """How many links do the reads and writes of the cache need at the least?"""
+    plots = _plots(plot)
+    plan = NetworkPlan(
+        requests_per_s=units.parse_rate(rate, "--rate"),
+        hit_share=units.parse_share(hit, "--hit"),
+        bytes_per_hit=units.parse_bytes(size, "--bytes"),
+        link_bytes_per_s=units.parse_bandwidth(link, "--link"),
+        efficiency=units.parse_share(efficiency, "--efficiency"),
+        stores_per_s=units.parse_rate(store_rate, "--store-rate"),
+        bytes_per_store=None if store_bytes is None else units.parse_bytes(store_bytes, "--store-bytes"),
+        replicas_count=replicas,
+        hosts_count=hosts,
+        local_share=units.parse_share(local, "--local"),
+        hot_share=None if hot is None else units.parse_share(hot, "--hot"),
+        links_count=links,
+    )
+    ledgers: dict[str, Ledger] = {"Network": plan}
+    if latency is not None:
+        ledgers["Loads in flight (Little's law)"] = _in_flight(
+            plan, units.parse_duration_ns(latency, "--latency")
+        )
+    if plots is not None:
+        plots.draw_network(plan, plot)
+    matrix = plan.matrix
+    shown = {
+        "nodes": list(matrix.nodes),
+        "bytes_per_s": [[plain(v) for v in row] for row in matrix.bytes_per_s],
+    }
+    if not as_json:
+        _print_matrix(plan)
+    _report("network", ledgers, as_json, {"matrix": shown})
+
+
+def _in_flight(plan: NetworkPlan, latency_ns: int) -> InFlightPlan:
+    """Loads in flight; the capacity is where the busiest direction would be full."""
+    arrivals = Fraction(plan.requests_per_s) * plan.hit_share
+    used = plan.utilisation_share
+    return InFlightPlan(
+        arrivals_per_s=arrivals,
+        time_in_system_ns=latency_ns,
+        capacity_per_s=arrivals / used if arrivals and used else Fraction(units.plan_rate_per_s_max),
+        bytes_each=plan.bytes_per_hit,
+    )
+
+
+def _print_matrix(plan: NetworkPlan) -> None:
+    """The directed traffic matrix, rows send and columns receive, with the sums that links have to carry."""
+    matrix = plan.matrix
+    nodes = range(len(matrix.nodes))
+    shown = [n for n in nodes if n < matrix_shown_nodes_max]
+    cut = len(matrix.nodes) - len(shown)
+    title = "GiB/s from row to column" + (f" (first {len(shown)} of {len(matrix.nodes)})" if cut else "")
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for name in [*(matrix.nodes[n] for n in shown), "sends"]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for source in shown:
+        cells = [_gib(matrix.bytes_per_s[source][target]) for target in shown]
+        cells[source] = "-"
+        table.add_row(matrix.nodes[source], *cells, _gib(matrix.egress_bytes_per_s[source]))
+    table.add_row("receives", *(_gib(matrix.ingress_bytes_per_s[n]) for n in shown), "")
+    _console().print(table)
+
+
+def _gib(value: Fraction) -> str:
+    return f"{float(value) / units.GIB:,.2f}"
+
+
+@app.command()
+@_guarded
+def breakeven(
+    bandwidth: Annotated[str, typer.Option(help="Rate of the load, like 20GiB/s.")],
+    size: Annotated[str | None, typer.Option("--bytes", help="Bytes to load, like 1GiB.")] = None,
+    prefill_saved: Annotated[
+        str | None, typer.Option(help="Full prefill less prefill of the suffix, both measured.")
+    ] = None,
+    lookup: Annotated[str, typer.Option(help="Lookup.")] = "0",
+    h2d: Annotated[str, typer.Option(help="Copy of these bytes to the GPU.")] = "0",
+    sync: Annotated[str, typer.Option(help="Synchronisation.")] = "0",
+    hidden: Annotated[str, typer.Option(help="Part of load and copy that overlaps with compute.")] = "0",
+    queue_reuse: Annotated[str, typer.Option(help="Queue wait if the prefix is reused.")] = "0",
+    queue_cold: Annotated[str, typer.Option(help="Queue wait if it is computed.")] = "0",
+    prefill_sample: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOKENS=TIME", help="A measured full prefill, like 8192=700ms; two lengths or more."
+        ),
+    ] = None,
+    prefix_tokens: Annotated[int | None, typer.Option(help="Tokens of the prefix to load.")] = None,
+    config: ConfigOption = None,
+    bytes_per_token: TokenBytesOption = None,
+    dtype: DtypeOption = "bfloat16",
+    as_json: JsonOption = False,
+    plot: PlotOption = None,
+) -> None:
+    """Is loading a prefix faster than computing it, and from which length on?"""
+    plots = _plots(plot)
+    per_token = None
+    if config is not None or bytes_per_token is not None:
+        per_token = _bytes_per_token(config, bytes_per_token, dtype)
+    prefill = fit_prefill([_prefill_sample(text) for text in prefill_sample]) if prefill_sample else None
+    size_bytes = _load_bytes(size, prefix_tokens, per_token)
+    if prefill_saved is not None:
+        saved_ns = units.parse_duration_ns(prefill_saved, "--prefill-saved")
+    elif prefill is not None and prefix_tokens is not None:
+        saved_ns = prefill.saved_ns(prefix_tokens + 1, prefix_tokens)
+    else:
+        raise UsageError(
+            "the prefill saved is not known; allowed: --prefill-saved TIME, or --prefill-sample TOKENS=TIME at two "
+            "lengths or more with --prefix-tokens",
+            code="missing",
+        )  # fmt: skip
+    plan = BreakEvenPlan(
+        size_bytes=size_bytes,
+        bandwidth_bytes_per_s=units.parse_bandwidth(bandwidth, "--bandwidth"),
+        lookup_ns=units.parse_duration_ns(lookup, "--lookup"),
+        h2d_ns=units.parse_duration_ns(h2d, "--h2d"),
+        sync_ns=units.parse_duration_ns(sync, "--sync"),
+        prefill_saved_ns=saved_ns,
+        hidden_ns=units.parse_duration_ns(hidden, "--hidden"),
+        queue_reuse_ns=units.parse_duration_ns(queue_reuse, "--queue-reuse"),
+        queue_cold_ns=units.parse_duration_ns(queue_cold, "--queue-cold"),
+    )
+    ledgers: dict[str, Ledger] = {"Break-even": plan}
+    length = None
+    if prefill is not None and per_token is not None:
+        length = BreakEvenLength(
+            cost=_load_cost(plan),
+            prefill=prefill,
+            bytes_per_token=per_token,
+            queue_delta_ns=max(0, plan.queue_reuse_ns - plan.queue_cold_ns),
+        )
+        ledgers["Break-even length"] = length
+    if plots is not None:
+        plots.draw_breakeven(plan, length, per_token, plot)
+    _report("breakeven", ledgers, as_json)
+
+
+def _prefill_sample(text: str) -> tuple[int, int]:
+    """'8192=700ms' as (tokens, ns)."""
+    tokens, equals, time = text.partition("=")
+    if not equals or not tokens.strip().isascii() or not tokens.strip().isdigit() or len(tokens) > 18:
+        raise UsageError(
+            f"--prefill-sample = {text!r}; allowed: TOKENS=TIME, like 8192=700ms", code="quantity", value=text
+        )
+    return int(tokens), units.parse_duration_ns(time, "--prefill-sample")
+
+
+def _load_bytes(size: str | None, prefix_tokens: int | None, per_token: int | None) -> int:
+    """Bytes to load, from --bytes or from the tokens; both must agree if both are given."""
+    given = None if size is None else units.parse_bytes(size, "--bytes")
+    counted = None
+    if prefix_tokens is not None:
+        units.check_int("--prefix-tokens", prefix_tokens, 1, units.plan_count_max)
+        counted = None if per_token is None else prefix_tokens * per_token
+    if given is not None and counted is not None and given != counted:
+        raise UsageError(
+            f"--bytes = {size} but {prefix_tokens} tokens × {per_token} B = {units.format_bytes(counted)}; "
+            f"allowed: one of the two, or equal ones",
+            code="contradiction",
+        )  # fmt: skip
+    found = given if given is not None else counted
+    if found is None:
+        raise UsageError(
+            "the bytes to load are not known; allowed: --bytes SIZE, or --prefix-tokens with --config or "
+            "--bytes-per-token",
+            code="missing",
+        )  # fmt: skip
+    return found
+
+
+def _load_cost(plan: BreakEvenPlan) -> LoadCost:
+    """The costs of one load as rates, so that other lengths can be asked about."""
+    copy = None if plan.h2d_ns == 0 else max(1, plan.size_bytes * NS_PER_S // plan.h2d_ns)
+    return LoadCost(plan.lookup_ns, max(1, int(plan.bandwidth_bytes_per_s)), copy, plan.sync_ns)
+
+
+@app.command()
+@_guarded
+def route(
+    host: Annotated[
+        list[str],
+        typer.Option(
+            metavar="NAME:PART=TIME,…",
+            help="A host, like warm:queue=800ms,lookup=2ms,load=98ms,prefill=5ms,handoff=0,itl=30ms,session. Repeat.",
+        ),
+    ],
+    itl_limit: Annotated[str | None, typer.Option(help="Longest inter-token latency allowed.")] = None,
+    session_margin: Annotated[str, typer.Option(help="How much slower the session's host may be.")] = "20ms",
+    as_json: JsonOption = False,
+    plot: PlotOption = None,
+) -> None:
+    """Which host answers first, within the limit on inter-token latency?"""
+    plots = _plots(plot)
+    plan = RoutePlan(
+        candidates=tuple(_candidate(text) for text in host),
+        itl_limit_ns=None if itl_limit is None else units.parse_duration_ns(itl_limit, "--itl-limit"),
+        session_margin_ns=units.parse_duration_ns(session_margin, "--session-margin"),
+    )
+    if plots is not None:
+        plots.draw_route(plan, plot)
+    _report("route", {"Routing": plan}, as_json)
+
+
+def _candidate(text: str) -> Candidate:
+    """One --host. Parts not named are 0; an ITL not named is unknown."""
+    allowed = ("queue", "lookup", "load", "prefill", "handoff", "itl")
+    name, _, rest = text.rpartition(":") if "=" in text or ":" in text else (text, "", "")
+    times: dict[str, int] = {}
+    session = False
+    for part in filter(None, (part.strip() for part in rest.split(","))):
+        key, equals, value = part.partition("=")
+        if part == "session":
+            session = True
+        elif not equals or key not in allowed:
+            raise UsageError(
+                f"--host = {text!r}: unknown part {part!r}; allowed: {', '.join(allowed)} with a time, and session",
+                code="host", value=text,
+            )  # fmt: skip
+        elif key in times:
+            raise UsageError(
+                f"--host = {text!r}: {key} is given twice; allowed: once", code="host", value=text
+            )
+        else:
+            times[key] = units.parse_duration_ns(value, f"--host {name}: {key}")
+    return Candidate(
+        host=name,
+        queue_ns=times.get("queue", 0),
+        lookup_load_ns=times.get("lookup", 0) + times.get("load", 0),
+        prefill_ns=times.get("prefill", 0),
+        handoff_ns=times.get("handoff", 0),
+        itl_ns=times.get("itl"),
+        session=session,
+    )
+
+
+@app.command()
+@_guarded
+def chunk(
+    trace: Annotated[
+        Path, typer.Option(metavar="TRACE.jsonl", help="timestamp, input_length, output_length, hash_ids.")
+    ],
+    config: ConfigOption = None,
+    bytes_per_token: TokenBytesOption = None,
+    dtype: DtypeOption = "bfloat16",
+    size: Annotated[
+        list[int] | None,
+        typer.Option("--chunk-tokens", help="A chunk size to try. Repeat. Default: 64 … 4096."),
+    ] = None,
+    trace_block: Annotated[int, typer.Option(help="Tokens that one id of the trace stands for.")] = 512,
+    engine_block: Annotated[int, typer.Option(help="Tokens of the engine's block.")] = 16,
+    capacity: Annotated[
+        str | None, typer.Option(help="Payload memory, like 2TiB. Default: no limit.")
+    ] = None,
+    tp: TpOption = 1,
+    groups: GroupsOption = 1,
+    metadata: MetadataOption = f"{metadata_per_object_bytes_assumed}B",
+    match_time: Annotated[str, typer.Option(help="Looking up one chunk.")] = "67ns",
+    lease_time: Annotated[str, typer.Option(help="Leasing and releasing one chunk.")] = "94ns",
+    publish_time: Annotated[str, typer.Option(help="Publishing one object.")] = "4us",
+    object_time: Annotated[str, typer.Option(help="Fixed part of loading one object.")] = "10us",
+    bandwidth: Annotated[str, typer.Option(help="Rate of the load.")] = "20GiB/s",
+    requests_max: Annotated[int, typer.Option(help="Requests to replay, from the first.")] = 1_000_000,
+    as_json: JsonOption = False,
+    plot: PlotOption = None,
+) -> None:
+    """Replay a recorded trace at several chunk sizes: objects, metadata, usable prefix, load times."""
+    plots = _plots(plot)
+    members = units.check_int("--tp", tp, 1, 4096) * units.check_int("--groups", groups, 1, 4096)
+    setup = SweepSetup(
+        bytes_per_token=_bytes_per_token(config, bytes_per_token, dtype),
+        trace_block_tokens=trace_block,
+        engine_block_tokens=engine_block,
+        members_count=members,
+        capacity_bytes=None if capacity is None else units.parse_bytes(capacity, "--capacity"),
+        metadata_per_object_bytes=units.parse_bytes(metadata, "--metadata"),
+        costs=SweepCosts(
+            match_per_chunk_ns=units.parse_duration_ns(match_time, "--match-time"),
+            lease_per_chunk_ns=units.parse_duration_ns(lease_time, "--lease-time"),
+            publish_per_object_ns=units.parse_duration_ns(publish_time, "--publish-time"),
+            load_per_object_ns=units.parse_duration_ns(object_time, "--object-time"),
+            load_bytes_per_s=int(units.parse_bandwidth(bandwidth, "--bandwidth")),
+        ),
+    )
+    sizes = size or [64, 128, 256, 512, 1024, 2048, 4096]
+    requests = list(read_trace(trace, units.check_int("--requests-max", requests_max, 1, 100_000_000)))
+    progress = Console(stderr=True)
+    with progress.status(f"replaying {len(requests):,} requests at {len(sizes)} chunk sizes") as status:
+        found = sweep(
+            requests, sizes, setup, on_row=lambda row: status.update(f"done: {row.chunk_tokens} tokens")
+        )
+    if plots is not None:
+        plots.draw_chunk(found, plot)
+    if not as_json:
+        _print_rows(found)
+    _report("chunk", {"Chunk size": found}, as_json, {"rows": [_row_dict(row) for row in found.rows]})
+
+
+def _print_rows(found: ChunkSweep) -> None:
+    table = Table(title="One row a chunk size", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+                  pad_edge=False, collapse_padding=True, padding=0)  # fmt: skip
+    gib = units.GIB
+    columns: Sequence[tuple[str, Callable[[ChunkRow], str]]] = (
+        ("chunk\ntokens", lambda row: f"{row.chunk_tokens:,}"),
+        ("prefill\nskipped", lambda row: f"{float(row.usable_share):.2%}"),
+        ("objects\nat peak", lambda row: f"{row.objects_peak_count:,}"),
+        ("metadata\nMiB", lambda row: f"{row.metadata_peak_bytes / units.MIB:,.1f}"),
+        ("CPU\ns", lambda row: f"{row.metadata_cpu_ns / 1e9:,.2f}"),
+        ("fetched\nGiB", lambda row: f"{row.fetched_bytes / gib:,.1f}"),
+        ("in vain\nGiB", lambda row: f"{row.fetched_in_vain_bytes / gib:,.1f}"),
+        ("mean\nGiB/s", lambda row: f"{float(row.fetched_mean_bytes_per_s) / gib:,.2f}"),
+        ("P50\nms", lambda row: f"{row.load_p50_ns / 1e6:,.1f}"),
+        ("P99\nms", lambda row: f"{row.load_p99_ns / 1e6:,.1f}"),
+    )
+    for title, _ in columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in found.rows:
+        table.add_row(*(show(row) for _, show in columns))
+    _console().print(table)
+
+
+def _row_dict(row: ChunkRow) -> dict[str, object]:
+    """All fields of a row, and its usable share."""
+    names = row.__dataclass_fields__
+    return {**{name: plain(getattr(row, name)) for name in names}, "usable_share": plain(row.usable_share)}

@@ -1,0 +1,59 @@
+"""Reader of recorded traces: JSON lines with timestamp (ms), input_length, output_length and hash_ids.
+
+Called by `kvctl plan chunk` and benchmarks, in the calling thread. Invariant: a line is bounded and checked
+field by field before it becomes a request; the message names the file, the line and the field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvd.errors import UsageError
+from kvd.plan.chunk import RecordedRequest
+
+trace_line_bytes_max = 4 << 20
+
+
+def read_trace(path: Path, requests_max: int) -> Iterator[RecordedRequest]:
+    """Requests of a JSON-lines trace. UsageError names the line and the field that is wrong."""
+    try:
+        with path.open("rb") as lines:
+            for number in range(1, requests_max + 1):
+                line = lines.readline(trace_line_bytes_max + 1)
+                if not line:
+                    return
+                yield _trace_request(line, f"--trace {path}, line {number}")
+    except OSError as error:
+        raise UsageError(
+            f"--trace = {path}: {error.strerror}; allowed: a readable file", code="file"
+        ) from None
+
+
+def _trace_request(line: bytes, where: str) -> RecordedRequest:
+    if len(line) > trace_line_bytes_max:
+        raise UsageError(f"{where}: longer than {trace_line_bytes_max} B, the most allowed", code="trace")
+    try:
+        data = json.loads(line)
+    except ValueError:
+        raise UsageError(f"{where} is not JSON; allowed: one object a line", code="trace") from None
+    if not isinstance(data, dict):
+        raise UsageError(f"{where} is not a JSON object; allowed: one object a line", code="trace")
+    numbers = []
+    for name in ("timestamp", "input_length", "output_length"):
+        value = data.get(name)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise UsageError(
+                f"{where}: {name} = {value!r}; allowed: a whole number", code="trace", field=name
+            )
+        numbers.append(value)
+    ids = data.get("hash_ids")
+    if not isinstance(ids, list) or not all(type(value) is int and value >= 0 for value in ids):
+        raise UsageError(
+            f"{where}: hash_ids; allowed: a list of whole numbers >= 0", code="trace", field="hash_ids"
+        )
+    try:
+        return RecordedRequest(numbers[0], numbers[1], numbers[2], tuple(ids))
+    except UsageError as error:
+        raise UsageError(f"{where}: {error.message}", code="trace") from None
