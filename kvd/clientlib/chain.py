@@ -76,6 +76,17 @@ class Chain:
         self.tokens_count = self._stop * self.chunk_tokens
         return self
 
+    @classmethod
+    def of_identities(cls, root: bytes, chunk_tokens: int, identities: bytes) -> Chain:
+        """A chain whose identities are known already (n × 32 bytes), e.g. handed over by a scheduler."""
+        if len(identities) % _SIZE:
+            raise UsageError(f"identities of {len(identities)} B are not whole 32-byte ones", code="identity")
+        chain = cls(root, chunk_tokens, "sha256")
+        chain._ids = bytes(identities)
+        chain._stop = len(identities) // _SIZE
+        chain.tokens_count = chain._stop * chunk_tokens
+        return chain
+
     @property
     def identities(self) -> bytes | memoryview:
         """The identities of this slice, 32 bytes each, as one read-only buffer."""

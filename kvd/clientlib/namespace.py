@@ -51,6 +51,10 @@ class Namespace:
         """The identities of chunks that an engine named by hashes of its own."""
         return Chain(self.manifest.root, chunk_tokens, "sha256").extend_hashes(hashes, hash_bytes)
 
+    def chain_of(self, identities: bytes, chunk_tokens: int) -> Chain:
+        """A chain of identities that are known already (n × 32 bytes), e.g. handed over by a scheduler."""
+        return Chain.of_identities(self.manifest.root, chunk_tokens, identities)
+
     def match(self, chain: Chain, *, request: str | None = None) -> int:
         """How many leading chunks are here, whole. Microseconds; no daemon, no lease, no protection."""
         return self._store.native.match(chain.identities, self._store.request(request))
