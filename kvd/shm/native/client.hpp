@@ -1,0 +1,84 @@
+// A client's side: looking up, leasing and reading without the daemon, and its end of the rings.
+//
+// Owns: the mappings of META (read-only), CLIENT and POOL, the hazard words, both ring ends. Called by: Python bindings
+// with the GIL held, or one thread of a C++ test. Throws std::invalid_argument (bad argument), std::runtime_error
+// (closed, forked, or META leads nowhere), HazardsExhausted.
+// Invariant (I3): nothing of a family is read before its hazard was placed, one fence passed and sg was found unchanged.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "index.hpp"
+#include "lease.hpp"
+#include "ring.hpp"
+
+namespace kvd {
+
+struct Member {
+  u8* address;
+  u64 size, checksum;
+  u16 heads[2], layers[2];
+};
+
+class Client : public std::enable_shared_from_this<Client> {
+ public:
+  static std::shared_ptr<Client> open(int meta_fd, int client_fd, const std::vector<int>& segment_fds, bool writable);
+  Client(std::shared_ptr<Mapping> meta, std::shared_ptr<Mapping> region, std::vector<std::shared_ptr<Mapping>> segments);
+
+  const Index& index() const { return check(), index_; }
+  u32 slot() const noexcept { return slot_; }
+  u32 match(const u8* keys, u64 count, u64 request);
+  void present(const u8* keys, u64 count, PresentRow* rows) const;
+  LeaseRef acquire(const u8* keys, u64 count, u64 request, bool each);
+  LeaseSet* fetch(const u8* key, u32 member, u64 request);  // nullptr: a miss
+  LeaseRef adopt(const u8* descriptors, u64 count, bool limbo_ok);
+  Member member(const Leased& lease, u32 member) const;
+  const std::shared_ptr<Mapping>& writable(u64 place, u64 size, u8*& address) const;
+
+  Producer& submissions() { return check(), sq_; }
+  Consumer& completions() { return check(), cq_; }
+  enum Wait : int { wait_gone = -1, wait_deadline = 0, wait_ready = 1, wait_interrupted = 2, wait_again = 3 };
+  static Wait poll_once(int wake_fd, u64 deadline_ns);  // touches no memory of the region: run it without the GIL
+
+  void count(Counter counter, u64 amount) noexcept {
+    Shared<u64>& word = header_->counters[counter];
+    word.store(word.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
+  }
+  u32 close();  // releases what no view keeps; returns the leases that are left
+
+  // For LeaseSet.
+  Hazards& hazards() noexcept { return hazards_; }
+  const Hazards& hazards() const noexcept { return hazards_; }
+  bool forked() const noexcept { return guard_.forked(); }
+  void check_process() const { guard_.check("a client"); }
+  void check() const;
+  void link(LeaseSet& set) noexcept;
+  void unlink(LeaseSet& set) noexcept;
+  void unmap_if_done() noexcept;
+
+ private:
+  struct Asked {
+    u64 request, started_ns;
+    const u8* keys;
+    u64 count;
+  };
+  void revalidate(LeaseSet& set, bool each, bool limbo_ok) const;
+  void touch(TouchKind kind, const Asked& asked, u64 matched, u64 missed, const LeaseSet* set, Hit deepest, u64 bytes);
+
+  ForkGuard guard_;
+  std::shared_ptr<Mapping> meta_, region_;
+  std::vector<std::shared_ptr<Mapping>> segments_;
+  Index index_;
+  ClientHeader* header_ = nullptr;
+  TouchRow* touches_ = nullptr;
+  Hazards hazards_{nullptr, 0, nullptr};
+  Producer sq_{RingWords{}};
+  Consumer cq_{RingWords{}};
+  u64 touched_ = 0;
+  u32 touch_records_ = 0, slot_ = 0;
+  bool closed_ = false;
+  LeaseSet* sets_ = nullptr;
+};
+
+}  // namespace kvd
