@@ -206,6 +206,11 @@ void bind_leases(nb::module_& module) {
       .def_prop_ro("entry", [](const Lease& lease) { return (*lease.set)[lease.index].entry; })
       .def_prop_ro("generation", [](const Lease& lease) { return (*lease.set)[lease.index].generation; })
       .def_prop_ro("exports", [](const Lease& lease) { return (*lease.set)[lease.index].exports; })
+      .def_prop_ro("released",
+                   [](const Lease& lease) {
+                     const Leased& item = (*lease.set)[lease.index];
+                     return item.released || item.word == none32;
+                   })
       .def("release", [](const Lease& lease) { release(*lease.set, lease.index, lease.index + 1); });
   nb::class_<LeaseBatch>(module, "LeaseBatch")
       .def("__len__", [](const LeaseBatch& batch) { return batch.set->size(); })
@@ -240,6 +245,7 @@ void bind_client(nb::module_& module) {
       .def_prop_ro("state", [](const Client& client) { return client.index().header().state.load(std::memory_order_acquire); })
       .def_prop_ro("slot", &Client::slot)
       .def_prop_ro("held", [](const Client& client) { return client.hazards().used(); })
+      .def_prop_ro("payload_bytes_max", [](Client& client) { return client.submissions().payload_bytes_max(); })
       .def("match",
            [](Client& client, nb::handle keys_in, u64 request) {
              const Keys keys(keys_in);
