@@ -9,9 +9,9 @@ from typing import Any
 
 import kvd
 from kvd import limits
+from kvd.clientlib import paged
 from kvd.kvctl.bench.floors import BLOCK_BYTES, Buffers, median_ns
 from kvd.kvctl.bench.index import TOKENS
-from kvd.clientlib import paged
 
 _ID = limits.identity_bytes
 _PUT_BATCH = 8
