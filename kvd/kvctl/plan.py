@@ -42,6 +42,20 @@ app = typer.Typer(
     add_completion=False,
 )
 
+
+def _parse_whole(text: str | int) -> int:
+    """A whole number, also as 32_768; defaults come through here as they are."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}; allowed: a whole number, like 32768") from None
+
+
+def _whole(*names: str, help: str) -> Any:
+    """An option that is a whole number, refused with its value when it is not."""
+    return typer.Option(*names, help=help, parser=_parse_whole, metavar="N")
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 PlotOption = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Also draw it as a PNG.")]
 ConfigOption = Annotated[
@@ -53,12 +67,10 @@ ConfigOption = Annotated[
 DtypeOption = Annotated[str, typer.Option("--dtype", help="With --config: the type that KV is kept in.")]
 TokenBytesOption = Annotated[
     int | None,
-    typer.Option("--bytes-per-token", help="Instead of --config: KV bytes of one token, all layers."),
+    _whole("--bytes-per-token", help="Instead of --config: KV bytes of one token, all layers."),
 ]
-TpOption = Annotated[
-    int, typer.Option("--tp", help="Shards of a group (tensor parallel ranks that split KV).")
-]
-GroupsOption = Annotated[int, typer.Option("--groups", help="Groups of layers with the same attention rule.")]
+TpOption = Annotated[int, _whole("--tp", help="Shards of a group (tensor parallel ranks that split KV).")]
+GroupsOption = Annotated[int, _whole("--groups", help="Groups of layers with the same attention rule.")]
 MetadataOption = Annotated[str, typer.Option("--metadata", help="Metadata per object, assumed.")]
 
 
@@ -152,20 +164,20 @@ def _plots(path: Path | None) -> Any:
 @app.command()
 @_guarded
 def capacity(
-    prefixes: Annotated[int, typer.Option(help="Unique prefixes to keep.")],
-    prefix_tokens: Annotated[int, typer.Option(help="Tokens of each.")],
-    hosts: Annotated[int, typer.Option(help="Hosts.")],
+    prefixes: Annotated[int, _whole(help="Unique prefixes to keep.")],
+    prefix_tokens: Annotated[int, _whole(help="Tokens of each.")],
+    hosts: Annotated[int, _whole(help="Hosts.")],
     dram: Annotated[str, typer.Option(help="Memory of a host, like 512GiB.")],
     config: ConfigOption = None,
     bytes_per_token: TokenBytesOption = None,
     dtype: DtypeOption = "bfloat16",
-    replicas: Annotated[int, typer.Option(help="Copies of everything, each on another host.")] = 1,
+    replicas: Annotated[int, _whole(help="Copies of everything, each on another host.")] = 1,
     usable: Annotated[str, typer.Option(help="Part of the memory for payload, like 0.8 or 80%.")] = "0.8",
-    shared_tokens: Annotated[int, typer.Option(help="Leading tokens that all prefixes have in common.")] = 0,
+    shared_tokens: Annotated[int, _whole(help="Leading tokens that all prefixes have in common.")] = 0,
     spare_hosts: Annotated[
-        int | None, typer.Option(help="Hosts that may be lost at once. Default: 1 where there are several.")
+        int | None, _whole(help="Hosts that may be lost at once. Default: 1 where there are several.")
     ] = None,
-    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 256,
+    chunk_tokens: Annotated[int, _whole(help="Tokens of a chunk.")] = 256,
     tp: TpOption = 1,
     groups: GroupsOption = 1,
     metadata: MetadataOption = f"{metadata_per_object_bytes_assumed}B",
@@ -224,7 +236,7 @@ def _read_json(path: Path, option: str) -> object:
         raise UsageError(
             f"{option} = {path}: {error.strerror}; allowed: a readable file", code="file"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{option} = {path} is not JSON: {error}", code="file") from None
 
 
@@ -238,11 +250,11 @@ def network(
     efficiency: Annotated[str, typer.Option(help="Part of it reached in practice, like 0.65.")] = "1",
     store_rate: Annotated[str, typer.Option(help="New prefixes stored, like 50/s.")] = "0/s",
     store_bytes: Annotated[str | None, typer.Option(help="Bytes of a store, if not those of a hit.")] = None,
-    replicas: Annotated[int, typer.Option(help="Copies of each.")] = 1,
-    hosts: Annotated[int | None, typer.Option(help="Hosts that are cache and engine, 2 … 256.")] = None,
+    replicas: Annotated[int, _whole(help="Copies of each.")] = 1,
+    hosts: Annotated[int | None, _whole(help="Hosts that are cache and engine, 2 … 256.")] = None,
     local: Annotated[str, typer.Option(help="With --hosts: part of the hits on the own host.")] = "0",
     hot: Annotated[str | None, typer.Option(help="With --hosts: part of the reads one host owns.")] = None,
-    links: Annotated[int | None, typer.Option(help="Links there are, on each node.")] = None,
+    links: Annotated[int | None, _whole(help="Links there are, on each node.")] = None,
     latency: Annotated[
         str | None, typer.Option(help="Mean time of a load under this traffic: sizes what is in flight.")
     ] = None,
@@ -337,7 +349,7 @@ def breakeven(
             metavar="TOKENS=TIME", help="A measured full prefill, like 8192=700ms; two lengths or more."
         ),
     ] = None,
-    prefix_tokens: Annotated[int | None, typer.Option(help="Tokens of the prefix to load.")] = None,
+    prefix_tokens: Annotated[int | None, _whole(help="Tokens of the prefix to load.")] = None,
     config: ConfigOption = None,
     bytes_per_token: TokenBytesOption = None,
     dtype: DtypeOption = "bfloat16",
@@ -496,10 +508,10 @@ def chunk(
     dtype: DtypeOption = "bfloat16",
     size: Annotated[
         list[int] | None,
-        typer.Option("--chunk-tokens", help="A chunk size to try. Repeat. Default: 64 … 4096."),
+        _whole("--chunk-tokens", help="A chunk size to try. Repeat. Default: 64 … 4096."),
     ] = None,
-    trace_block: Annotated[int, typer.Option(help="Tokens that one id of the trace stands for.")] = 512,
-    engine_block: Annotated[int, typer.Option(help="Tokens of the engine's block.")] = 16,
+    trace_block: Annotated[int, _whole(help="Tokens that one id of the trace stands for.")] = 512,
+    engine_block: Annotated[int, _whole(help="Tokens of the engine's block.")] = 16,
     capacity: Annotated[
         str | None, typer.Option(help="Payload memory, like 2TiB. Default: no limit.")
     ] = None,
@@ -511,7 +523,7 @@ def chunk(
     publish_time: Annotated[str, typer.Option(help="Publishing one object.")] = "4us",
     object_time: Annotated[str, typer.Option(help="Fixed part of loading one object.")] = "10us",
     bandwidth: Annotated[str, typer.Option(help="Rate of the load.")] = "20GiB/s",
-    requests_max: Annotated[int, typer.Option(help="Requests to replay, from the first.")] = 1_000_000,
+    requests_max: Annotated[int, _whole(help="Requests to replay, from the first.")] = 1_000_000,
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:

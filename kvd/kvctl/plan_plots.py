@@ -6,6 +6,7 @@ never opens a window.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,14 @@ def draw_capacity(room: CapacityPlan, count: ObjectsPlan, path: Path) -> None:
 
 def _draw_objects(axis: Any, count: ObjectsPlan) -> None:
     """Objects (left scale) and metadata (right scale) over chunk sizes around the one planned."""
-    sizes = [size for size in (1 << power for power in range(4, 15)) if size <= count.prefix_tokens]
-    sizes = sorted({*sizes, count.chunk_tokens})
-    objects = [count.prefixes_count * (count.prefix_tokens // size) * count.members_count for size in sizes]
+    powers = [1 << power for power in range(4, 15)]
+    fitting = [
+        size
+        for size in powers
+        if size <= count.prefix_tokens and size * count.bytes_per_token % count.members_count == 0
+    ]
+    sizes = sorted({*fitting, count.chunk_tokens})
+    objects = [replace(count, chunk_tokens=size).objects_count for size in sizes]
     axis.plot(sizes, objects, "o-", color=BLUE, markersize=4)
     axis.plot([count.chunk_tokens], [count.objects_count], "s", color=ORANGE, markersize=8,
               label=f"{count.chunk_tokens:,} tokens: {count.objects_count:,} objects,\n"
@@ -167,7 +173,7 @@ def draw_breakeven(
     else:
         axis.set_ylim(0, None)
     axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axis.legend(loc="upper left", frameon=False)
+    axis.legend(loc="upper left" if length is None else "lower right", frameon=False)
     _save(figure, path)
 
 

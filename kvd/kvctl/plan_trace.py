@@ -36,7 +36,7 @@ def _trace_request(line: bytes, where: str) -> RecordedRequest:
         raise UsageError(f"{where}: longer than {trace_line_bytes_max} B, the most allowed", code="trace")
     try:
         data = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UsageError(f"{where} is not JSON; allowed: one object a line", code="trace") from None
     if not isinstance(data, dict):
         raise UsageError(f"{where} is not a JSON object; allowed: one object a line", code="trace")

@@ -151,7 +151,7 @@ def check_int(field: str, value: int, low: int, high: int, *, shown: str | None 
     """`value` if it is an int in low … high; otherwise UsageError with the field, the value and the range."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise UsageError(
-            f"{field} = {value!r} is not a whole number; allowed: an int in {low} … {high}",
+            f"{field} = {value!r} is not a whole number; allowed: an int in {low:,} … {high:,}",
             code="range", field=field, value=str(value),
         )  # fmt: skip
     if not low <= value <= high:
@@ -191,10 +191,9 @@ def check_positive(field: str, value: Number, high: Number, *, shown: str | None
 
 def _outside(field: str, value: Number, low: Number, high: Number, shown: str | None) -> UsageError:
     text = repr(shown) if shown is not None else f"{value}"
+    direction = f"above {high:,}" if value > high else f"below {low:,}"
     return UsageError(
-        f"{field} = {text} is outside {low} … {high}; allowed: {low} … {high}"
-        if value >= low
-        else f"{field} = {text} is below {low}; allowed: {low} … {high}",
+        f"{field} = {text} is {direction}; allowed: {low:,} … {high:,}",
         code="range", field=field, value=str(value),
     )  # fmt: skip
 
@@ -209,7 +208,8 @@ def format_number(value: Number, decimals: int = 2) -> str:
     exact = Fraction(value)
     rounded = round(exact, decimals)
     if rounded == 0 and exact != 0:
-        return f"≈ {float(exact):.2g}"
+        short = f"{float(exact):.2g}"
+        return short if Fraction(short) == exact else f"≈ {short}"
     whole, part = divmod(abs(rounded), 1)
     digits = f"{int(part * 10**decimals):0{decimals}d}".rstrip("0") if decimals else ""
     text = f"{'-' if rounded < 0 else ''}{int(whole):,}{'.' + digits if digits else ''}"
