@@ -1,10 +1,10 @@
 """Bytes in bulk: copies, checksums, prefix chains, paged and strided copies, over the native extension.
 
-Owns nothing; a thin, typed façade that turns the native errors into `UsageError`. May be called by clientlib, server and
-kvd.shm, from any thread: work of more than about 50 µs releases the GIL. A "buffer" is any contiguous object with the
-buffer protocol (bytes, bytearray, memoryview, mmap, array, numpy array; for a torch tensor `tensor.numpy()`).
-Invariants: hashes and identities equal those of kvd.layout.chain on every CPU; when a copy returns, its bytes are ordered
-before anything the caller stores next (a publish), although it goes past the cache.
+Owns nothing; a thin, typed façade that turns the native errors into `UsageError`. May be called by clientlib,
+server and kvd.shm, from any thread: work of more than about 50 µs releases the GIL. A "buffer" is any contiguous
+object with the buffer protocol (bytes, bytearray, memoryview, mmap, array, numpy array; for a torch tensor
+`tensor.numpy()`). Invariants: hashes and identities equal those of kvd.layout.chain on every CPU; when a copy
+returns, its bytes are ordered before anything the caller stores next (a publish), although it goes past the cache.
 """
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ def chain(
         raise UsageError(f"chain algorithm {algorithm!r} is unknown; allowed: {allowed}", code="algorithm")
     try:
         if isinstance(tokens, bytes | bytearray) or (isinstance(tokens, memoryview) and tokens.format == "B"):
+            if len(tokens) % 4:
+                raise ValueError(f"tokens has {len(tokens)} bytes: not a whole number of u32")
             tokens = memoryview(tokens).cast("I")
         return _native.chain(parent, tokens, chunk_tokens, number, None if extras is None else list(extras))
     except _NATIVE_ERRORS as error:
@@ -140,7 +142,7 @@ def paged_plan(
 ) -> PagedPlan:
     """A plan for `gather` and `scatter`, checked once. Raises UsageError(plan) naming the run and the field.
 
-    Block `id` (of `blocks_count`) that stands at place b (of `blocks_per_object`) of an object: each run moves run_bytes
+    For block `id` (of `blocks_count`) at place b (of `blocks_per_object`) of an object, each run moves run_bytes
     between tensor + paged_offset + id·paged_block_stride + Σ i·paged stride
     and object + object_offset + b·object_block_stride + Σ i·object stride, over at most four loops.
     """
