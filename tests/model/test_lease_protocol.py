@@ -12,7 +12,8 @@ import time
 import pytest
 
 from .machine import Model, explore
-from .protocol import SCENARIOS, Limbo, Omission, adoption, two_readers
+from .protocol import Limbo, Omission
+from .scenarios import SCENARIOS, adoption, two_readers
 
 ALL = frozenset(Model)
 REORDERED_STORES = frozenset({Model.PSO, Model.WEAK})
@@ -27,6 +28,7 @@ ADOPTION_DEATH = "adoption, scheduler may die"
 LIMBO_ADOPTION = "adoption from limbo, worker scanned first"
 LIMBO_ADOPTION_DEATH = "adoption from limbo, scheduler may die"
 DEATH = "dying reader"
+LEASE_DEATH = "reader dies at any step of its lease"
 WRITER_DEATH = "dying writer"
 ROUNDS = "two rounds"
 TWO_WORDS = "match of a key of two words"
@@ -70,6 +72,8 @@ FOUND = [
     (Omission.RELEASE_BEFORE_ACK, ADOPTION, ALL, "must find the generation unchanged"),
     (Omission.DROPPED_ALIVE, DEATH, ALL, "freed while nobody holds"),
     (Omission.DROPPED_ALIVE, ADOPTION_DEATH, ALL, "can never finish"),
+    (Omission.DROPPED_ALIVE, LEASE_DEATH, ALL, "can never finish"),
+    (Omission.READER_FENCE, LEASE_DEATH, ALL, "freed while nobody holds"),
     (Omission.WRITER_GONE_EARLY, WRITER_DEATH, ALL, "complete payload of key 2"),
     (Omission.RING_NOT_DRAINED, WRITER_DEATH, ALL, "published and then given away"),
 ]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from .machine import Await, Claim, Fence, If, Instr, Let, Load, Model, Scenario, Store, Thread, explore
+from .machine import Model, explore
+from .program import Await, Claim, Fence, If, Instr, Let, Load, Scenario, Store, Thread
 
 TSO, PSO, WEAK = Model.TSO, Model.PSO, Model.WEAK
 
