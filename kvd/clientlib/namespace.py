@@ -64,12 +64,12 @@ class Namespace:
         native = self._store.native.acquire(chain.identities, self._store.request(request))
         return Leases(native, chain, verify=self._store.verify_reads)
 
-    def adopt(self, exported: bytes, chain: Chain, *, exporter_holds: bool = True) -> Leases:
+    def adopt(self, exported: bytes, chain: Chain) -> Leases:
         """Take own leases on what another process of this request exported, before it lets go of its own.
 
         Raises LifecycleError naming the first chunk that changed meanwhile: then nothing is held.
         """
-        native = self._store.native.adopt(exported, exporter_holds)
+        native = self._store.native.adopt(exported)
         if len(native) != len(native.mask):
             missing = native.mask.index(0)
             native.release()
