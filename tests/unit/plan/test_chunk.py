@@ -132,8 +132,10 @@ def test_reference_cache_keeps_prefixes_and_agrees_with_the_plain_rule(
     ids: dict[tuple[int, ...], int] = {}
     for blocks in prompts:
         chain = [ids.setdefault(tuple(blocks[: n + 1]), len(ids)) for n in range(len(blocks))]
-        assert fast.match(chain, 0) == slow.match(chain)
-        assert fast.publish(chain, 0) == slow.publish(chain)
+        hits = fast.match(chain, 0)
+        assert hits == slow.match(chain)
+        if hits < len(chain):  # as in a replay: a whole hit publishes nothing, its order is the match's alone
+            assert fast.publish(chain, 0) == slow.publish(chain)
         assert fast.families_count <= room
         for name, family in ids.items():
             if family in fast and len(name) > 1:

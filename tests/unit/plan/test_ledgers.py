@@ -132,6 +132,12 @@ def test_a_hot_owner_sends_more_than_its_share() -> None:
     assert plan.links_per_node_min == 3
 
 
+def test_the_busiest_direction_may_be_what_a_node_receives() -> None:
+    zero, ten = Fraction(0), Fraction(10)
+    matrix = TrafficMatrix(("a", "b", "c"), ((zero, zero, ten), (zero, zero, ten), (zero, zero, zero)))
+    assert matrix.busiest_bytes_per_s == 20
+
+
 def test_no_traffic_needs_no_links() -> None:
     plan = replace(NETWORK, requests_per_s=Fraction(0), stores_per_s=Fraction(0))
     assert (plan.links_per_node_min, plan.utilisation_share) == (0, 0)
