@@ -46,6 +46,9 @@ int export_buffer(Py_buffer* view, Fill&& fill) noexcept {
   view->obj = nullptr;
   try {
     return fill();
+  } catch (const std::out_of_range& error) {
+    PyErr_SetString(PyExc_IndexError, error.what());
+    return -1;
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return -1;

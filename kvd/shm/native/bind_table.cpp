@@ -204,7 +204,7 @@ void bind_table(nb::module_& module) {
       .def_prop_ro("buckets_count", [](const Table& table) { return table.index().shape().buckets_count; })
       .def("set_state", &Table::set_state, "state"_a)
       .def("set_segment", &Table::set_segment, "segment"_a, "populated_bytes"_a, "page_kind"_a, "inode"_a)
-      .def("map_segment", &Table::map_segment, "segment"_a, "fd"_a, nb::kw_only(), "sealed"_a = true)
+      .def("map_segment", &Table::map_segment, "segment"_a, "fd"_a, "sealed"_a = true)
       .def("memory", &memory, "segment"_a, "offset"_a, "size"_a)
       .def("probe", &probe, "keys"_a, "members"_a)
       .def("reserve", &reserve, "owner"_a, "reservation"_a, "records"_a, "places"_a, "sizes"_a, "members"_a, "ranges"_a)

@@ -209,7 +209,7 @@ LeaseRef Client::adopt(const u8* descriptors, u64 count, bool limbo_ok) {
 // The caller's hazard keeps the record from changing; what it says is bounded all the same.
 Member Client::member(const Leased& lease, u32 member) const {
   const u32 number = index_.find_record(lease.entry, member);
-  if (number == none32) fail<std::invalid_argument>("member ", member, " is not in this family");
+  if (number == none32) fail<std::out_of_range>("member ", member, " is not in this family");
   const Record& record = index_.record(number);
   const u64 place = record.place.load(memory_order_relaxed), size = record.size_bytes.load(memory_order_relaxed);
   const u32 segment = place_segment(place);

@@ -1,8 +1,8 @@
 // A client's side: looking up, leasing and reading without the daemon, and its end of the rings.
 //
 // Owns: the mappings of META (read-only), CLIENT and POOL, the hazard words, both ring ends. Called by: Python bindings
-// with the GIL held, or one thread of a C++ test. Throws std::invalid_argument (bad argument), std::runtime_error
-// (closed, forked, or META leads nowhere), HazardsExhausted.
+// with the GIL held, or one thread of a C++ test. Throws std::invalid_argument (bad argument), std::out_of_range (a member
+// that is not there), std::runtime_error (closed, forked, or META leads nowhere), HazardsExhausted.
 // Invariant (I3): nothing of a family is read before its hazard was placed, one fence passed and sg was found unchanged.
 #pragma once
 
