@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,23 +46,36 @@ class MappingPages:
     locked_bytes: int
 
 
-def mapped(inode: int, root: Path = Path("/")) -> MappingPages | None:
-    """Pages of the mapping of the file with `inode` (the fullest, if there are several); None: not mapped."""
-    best: MappingPages | None = None
-    values: dict[str, int] | None = None
+def file_key(fd: int) -> tuple[str, int]:
+    """Device and inode of an open file, as smaps writes them."""
+    status = os.fstat(fd)
+    return f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}", status.st_ino
+
+
+def mapped(root: Path = Path("/")) -> dict[tuple[str, int], MappingPages]:
+    """Pages of every file mapped by this process (its fullest mapping), by `file_key`.
+
+    The kernel walks all page tables for this: milliseconds a GiB of small pages. Not for the event loop.
+    """
+    found: dict[tuple[str, int], MappingPages] = {}
+    key: tuple[str, int] | None = None
+    values: dict[str, int] = {}
     for line in (files.text(root / "proc/self/smaps") or "").splitlines():
         head = line.split(None, 5)
-        if "-" in head[0] and not head[0].endswith(":"):
-            best = _larger(best, values)
-            values = {} if len(head) >= 5 and head[4] == str(inode) else None
-        elif values is not None and len(head) == 3 and head[2] == "kB":
+        if "-" in head[0] and not head[0].endswith(":") and len(head) >= 5:
+            _keep(found, key, values)
+            key, values = (head[3], int(head[4])), {}
+        elif len(head) == 3 and head[2] == "kB":
             values[head[0]] = int(head[1]) * 1024
-    return _larger(best, values)
+    _keep(found, key, values)
+    return found
 
 
-def _larger(best: MappingPages | None, values: dict[str, int] | None) -> MappingPages | None:
-    if values is None:
-        return best
+def _keep(
+    found: dict[tuple[str, int], MappingPages], key: tuple[str, int] | None, values: dict[str, int]
+) -> None:
+    if key is None or key[1] == 0:
+        return
     hugetlb_bytes = values.get("Shared_Hugetlb:", 0) + values.get("Private_Hugetlb:", 0)
     pages = MappingPages(
         values.get("Rss:", 0) + hugetlb_bytes,
@@ -69,4 +83,5 @@ def _larger(best: MappingPages | None, values: dict[str, int] | None) -> Mapping
         values.get("KernelPageSize:", 4096),
         values.get("Locked:", 0),
     )
-    return pages if best is None or pages.resident_bytes > best.resident_bytes else best
+    if key not in found or pages.resident_bytes > found[key].resident_bytes:
+        found[key] = pages

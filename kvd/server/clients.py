@@ -1,0 +1,248 @@
+"""The life of a client: attach, orderly detach, disconnection, death.
+
+Owns the slots, the regions and the descriptors of all clients; event-loop thread only.
+
+    (free) --attach--> ATTACHED --detach, nothing held--> (free)
+                          |  \\--detach, leases held--> DISCONNECTED
+                          |--EOF, hostile ring-------> DISCONNECTED
+                          '--process gone (pidfd)--> (free) <--process gone-- DISCONNECTED
+
+Invariant: what a client holds or fills is given back only when it can no longer be used: its process is gone, or it
+detached in order and holds nothing. A disconnected client that lives keeps its slot; no timer ends that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Final
+
+from kvd.config import Config
+from kvd.core import events as ev
+from kvd.errors import CapacityError, KvdError, ProtocolError, UsageError
+from kvd.server import logs
+from kvd.server.domain import Domain
+from kvd.server.peer import Peer
+from kvd.server.supervise import Guard
+from kvd.shm import _native, segments
+
+WAKE_BYTES_MAX: Final = 4096
+_log = logs.get("clients")
+
+
+class State(StrEnum):
+    """Where a client is in its life."""
+
+    ATTACHED = "attached"
+    DISCONNECTED = "disconnected"
+    GONE = "gone"
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """One attached process, or one that left a slot behind while it lives."""
+
+    slot: int
+    client_id: int
+    name: str
+    peer: Peer
+    writable: bool
+    region: _native.Region
+    region_fd: int
+    wake: socket.socket
+    attached_ns: int
+    state: State = State.ATTACHED
+    hostile: bool = False
+    replies: deque[tuple[int, int, bytes]] = field(
+        default_factory=deque
+    )  # that found the ring of answers full
+    retry: asyncio.TimerHandle | None = None
+    retry_s: float = 0.0
+    draining: bool = False  # a continuation is scheduled
+    leases: int = 0  # as of the last look
+    leased_bytes: int = 0
+    leased_ns: int = 0
+    over_leased: bool = False
+    frames: int = 0
+    on_disconnect: Callable[[KvdError | None], None] | None = None  # closes its control connection
+
+    @property
+    def attached(self) -> bool:
+        """Whether its ring is served."""
+        return self.state is State.ATTACHED
+
+
+class Clients:
+    """All clients of a domain."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, domain: Domain, config: Config, guard: Guard) -> None:
+        self._loop = loop
+        self._domain = domain
+        self._config = config.clients
+        self._guard = guard
+        self._free = list(range(config.clients.max - 1, -1, -1))
+        self._next_id = 1
+        self.by_slot: dict[int, Client] = {}
+        self.drain: Callable[[Client], None] = _nothing
+        self.drain_all: Callable[[Client], None] = _nothing
+        self.on_gone: Callable[[Client], None] = _nothing  # its region can still be read
+        self.disconnects = 0
+        self.protocol_errors = 0
+        self.kills = 0
+
+    def attach(self, peer: Peer, name: str, *, writable: bool) -> tuple[Client, list[int], socket.socket]:
+        """A new client: (client, descriptors to send: META, CLIENT, wake and the segments, the client's end of the
+        wake socket, to be closed once it is sent). Raises CapacityError(clients), UsageError(gone).
+        """
+        if not self._free:
+            raise CapacityError(
+                f"all {self._config.max} client slots are taken ({self._disconnected_count()} by processes that left "
+                "but live); end some, or raise clients.max",
+                code="clients", clients_max=self._config.max, disconnected=self._disconnected_count(),
+            )  # fmt: skip
+        if peer.pidfd is None or peer.exited():
+            raise UsageError("the process that connected is gone already", code="gone", pid=peer.pid)
+        slot = self._free[-1]
+        fd = segments.create(f"kvd-client-{slot}")
+        try:
+            region = _native.Region(
+                fd, slot=slot, epoch=self._domain.identity.epoch, sq_bytes=self._config.sq_size,
+                cq_bytes=self._config.cq_size, touch_records=self._config.touch_records,
+                hazards_max=self._config.hazards_max,
+            )  # fmt: skip
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        except BaseException:
+            os.close(fd)
+            raise
+        ours.setblocking(False)
+        now_ns = self._domain.clock.now_ns()
+        client = Client(slot, self._next_id, name, peer, writable, region, fd, ours, now_ns)
+        self._next_id += 1
+        self._free.pop()
+        self.by_slot[slot] = client
+        self._domain.table.attach(slot, region, peer.pid, peer.start_ticks, client.client_id, now_ns)
+        self._domain.step(ev.ClientAttached(slot, peer.pid, name, writable))
+        self._loop.add_reader(ours.fileno(), self._guard, self._on_wake, client)
+        self._loop.add_reader(peer.pidfd, self._guard, self._on_exit, client)
+        region.may_sleep()
+        pool_fds = [part.fd if writable else part.read_only_fd for part in self._domain.segments]
+        logs.audit("attached", uid=peer.uid, pid=peer.pid, slot=slot, client=name, writable=writable)
+        return client, [self._domain.meta_fd, fd, theirs.fileno(), *pool_fds], theirs
+
+    def detach(self, client: Client) -> int:
+        """Leave in order. Returns the leases still held: 0 frees the slot, else the client counts until it exits."""
+        if not client.attached:
+            raise UsageError("this client is not attached", code="detached")
+        self.drain_all(client)
+        if not client.attached:
+            raise ProtocolError("what was left in the ring cannot be right", code="ring")
+        leases, _ = self._domain.table.held(client.slot)
+        if leases == 0:
+            self._forget(client)
+        else:
+            self.disconnect(client, None)
+        return leases
+
+    def disconnect(self, client: Client, error: KvdError | None) -> None:
+        """Stop serving a client that lives (or may): its leases and reservations stay until its process is gone."""
+        if not client.attached:
+            return
+        client.state = State.DISCONNECTED
+        self.disconnects += 1
+        if error is not None:
+            client.hostile = True
+            self.protocol_errors += 1
+            _log.warning("client_disconnected", **self._who(client), code=error.code, reason=error.message)
+        else:
+            _log.info("client_disconnected", **self._who(client))
+        self._close_wake(client)
+        self._domain.table.disconnected(client.slot)
+        if client.on_disconnect is not None:
+            client.on_disconnect(error)
+
+    def kill(self, client: Client, error: KvdError) -> None:
+        """Disconnect and kill (policy leased_over = disconnect): only its end gives back what it holds."""
+        self.kills += 1
+        self.disconnect(client, error)
+        if client.peer.pidfd is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                signal.pidfd_send_signal(client.peer.pidfd, signal.SIGKILL)
+
+    def _on_wake(self, client: Client) -> None:
+        try:
+            data = client.wake.recv(WAKE_BYTES_MAX)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if data:
+            self.drain(client)
+        else:
+            self.disconnect(client, None)
+
+    def _on_exit(self, client: Client) -> None:
+        """The process is gone. What it pushed before it died is valid and comes first."""
+        if client.state is State.GONE:
+            return
+        if client.attached:
+            self.drain_all(client)
+        self._forget(client)
+
+    def _forget(self, client: Client) -> None:
+        state, client.state = client.state, State.GONE
+        self.on_gone(client)
+        if state is State.ATTACHED:
+            self._close_wake(client)
+        if client.peer.pidfd is not None:
+            self._loop.remove_reader(client.peer.pidfd)
+        self._domain.step(ev.ClientGone(client.slot))
+        self._domain.table.detach(client.slot)
+        del self.by_slot[client.slot]
+        self._free.append(client.slot)
+        os.close(client.region_fd)
+        client.peer.close()
+        _log.info("client_gone", **self._who(client))
+        if client.on_disconnect is not None and state is State.ATTACHED:
+            client.on_disconnect(None)
+
+    def _close_wake(self, client: Client) -> None:
+        self._loop.remove_reader(client.wake.fileno())
+        client.wake.close()
+        client.replies.clear()
+        if client.retry is not None:
+            client.retry.cancel()
+            client.retry = None
+
+    def wake(self, client: Client) -> None:
+        """One byte for a client that sleeps. A full socket holds bytes it has not seen: it will wake."""
+        try:
+            client.wake.send(b"\1", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self._loop.call_soon(self._guard, self.disconnect, client, None)
+
+    def look_at_leases(self, client: Client, limit_bytes: int | None) -> bool:
+        """Count what a client holds; True if that is more than the limit."""
+        client.leases, client.leased_bytes = self._domain.table.held(client.slot)
+        client.leased_ns = self._domain.clock.now_ns()
+        client.over_leased = limit_bytes is not None and client.leased_bytes > limit_bytes
+        return client.over_leased
+
+    def _disconnected_count(self) -> int:
+        return sum(not client.attached for client in self.by_slot.values())
+
+    @staticmethod
+    def _who(client: Client) -> dict[str, object]:
+        return {"slot": client.slot, "pid": client.peer.pid, "client": client.name}
+
+
+def _nothing(_client: Client) -> None:
+    return

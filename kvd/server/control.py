@@ -1,0 +1,483 @@
+"""The unix socket: connections, frames, descriptors, backpressure.
+
+Owns the listening socket and every control connection; event-loop thread only. Sockets are non-blocking and driven by
+readiness callbacks, because descriptors must ride on the first byte of their frame. Limits: OUT_BYTES_MAX
+queued per connection (its asks are not read meanwhile), REQUESTS_PER_TURN asks before the loop goes on,
+`requests_in_flight_max` unanswered ones, 5 s for the handshake. What a peer sends can end its own connection only.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import os
+import socket
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvd import limits
+from kvd.config import AccessConfig
+from kvd.errors import CapacityError, KvdError, ProtocolError, Retry, UnavailableError, UsageError
+from kvd.server import logs
+from kvd.server.admin import Admin
+from kvd.server.clients import Client, Clients
+from kvd.server.domain import Domain
+from kvd.server.peer import Peer, identify
+from kvd.server.supervise import Guard
+from kvd.version import VERSION
+from kvd.wire import frames
+from kvd.wire import messages as wire
+
+OUT_BYTES_MAX: Final = 8 * limits.MIB
+READ_BYTES: Final = 64 * limits.KIB
+REQUESTS_PER_TURN: Final = 16
+CONNECTIONS_SPARE: Final = 64  # beyond clients.max, for kvctl and for those that wait for a slot
+ACCEPT_PAUSE_S: Final = 1.0
+
+_log = logs.get("control")
+
+
+@dataclass(slots=True)
+class _Chunk:
+    data: memoryview
+    fds: tuple[int, ...]
+    to_close: tuple[int, ...]
+
+
+class Connection:
+    """One peer on the control socket."""
+
+    def __init__(self, control: Control, sock: socket.socket, peer: Peer) -> None:
+        self._control = control
+        self._loop = control.loop
+        self._sock = sock
+        self._fd = sock.fileno()
+        self._decoder = frames.Decoder(frames.ASK_VALUES_MAX)
+        self._asks: deque[frames.Message] = deque()
+        self._out: deque[_Chunk] = deque()
+        self._out_bytes = 0
+        self._reading = False
+        self._writing = False
+        self._turn_scheduled = False
+        self.peer = peer
+        self.hello: wire.Hello | None = None
+        self.client: Client | None = None
+        self.attached_once = False
+        self.unanswered = 0
+        self.closed = False
+        seconds = limits.handshake_timeout_ns / 1e9
+        self._handshake: asyncio.TimerHandle | None = self._loop.call_later(seconds, self._handshake_late)
+        self._read_on()
+
+    # --- receiving
+
+    def _read_on(self) -> None:
+        if not self._reading and not self.closed:
+            self._loop.add_reader(self._fd, self._control.guarded, self._readable)
+            self._reading = True
+
+    def _read_off(self) -> None:
+        if self._reading:
+            self._loop.remove_reader(self._fd)
+            self._reading = False
+
+    def _readable(self) -> None:
+        try:
+            # A plain recv: the kernel drops descriptors that a peer may have sent along.
+            data = self._sock.recv(READ_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            return
+        try:
+            self._asks.extend(self._decoder.feed(data))
+            if len(self._asks) + self.unanswered > limits.requests_in_flight_max:
+                raise ProtocolError(
+                    f"more than {limits.requests_in_flight_max} requests without an answer", code="in-flight"
+                )
+        except ProtocolError as error:
+            self.fail(error)
+            return
+        self._turn()
+
+    def _turn(self) -> None:
+        self._turn_scheduled = False
+        for _ in range(REQUESTS_PER_TURN):
+            if self.closed or not self._asks or self._out_bytes > OUT_BYTES_MAX:
+                break
+            self._control.handle(self, self._asks.popleft())
+        if self.closed:
+            return
+        if self._asks or self._out_bytes > OUT_BYTES_MAX:
+            self._read_off()
+            if self._out_bytes <= OUT_BYTES_MAX and not self._turn_scheduled:
+                self._turn_scheduled = True
+                self._loop.call_soon(self._control.guarded, self._turn)
+        else:
+            self._read_on()
+
+    def _handshake_late(self) -> None:
+        self._handshake = None
+        self.fail(ProtocolError("no hello within 5 s", code="handshake"))
+
+    def greeted(self, hello: wire.Hello) -> None:
+        """The handshake is done."""
+        self.hello = hello
+        if self._handshake is not None:
+            self._handshake.cancel()
+            self._handshake = None
+
+    # --- sending
+
+    def send(self, body: wire.Body, id: int, fds: Sequence[int] = (), to_close: Sequence[int] = ()) -> None:
+        """Queue a message; `fds` ride on its first byte, `to_close` are closed once they left."""
+        if self.closed:
+            for fd in to_close:
+                os.close(fd)
+            return
+        try:
+            data = frames.encode(body.to_map(id))
+        except ProtocolError as error:
+            data = frames.encode(wire.Error.of(error).to_map(id))
+        self._out.append(_Chunk(memoryview(data), tuple(fds), tuple(to_close)))
+        self._out_bytes += len(data)
+        if not self._writing:
+            self._flush()
+
+    def _flush(self) -> None:
+        while self._out:
+            chunk = self._out[0]
+            rights = (
+                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", chunk.fds))] if chunk.fds else []
+            )
+            try:
+                sent = self._sock.sendmsg([chunk.data], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:
+                self.close()
+                return
+            self._out_bytes -= sent
+            chunk.data = chunk.data[sent:]
+            chunk.fds = ()
+            self._close_sent(chunk)
+            if not chunk.data:
+                self._out.popleft()
+        self._write_when(bool(self._out))
+
+    @staticmethod
+    def _close_sent(chunk: _Chunk) -> None:
+        for fd in chunk.to_close:
+            os.close(fd)
+        chunk.to_close = ()
+
+    def _write_when(self, wanted: bool) -> None:
+        if wanted and not self._writing:
+            self._loop.add_writer(self._fd, self._control.guarded, self._writable)
+        elif not wanted and self._writing:
+            self._loop.remove_writer(self._fd)
+        self._writing = wanted
+
+    def _writable(self) -> None:
+        self._flush()
+        if not self.closed and self._out_bytes <= OUT_BYTES_MAX // 2 and not self._reading:
+            self._turn()
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that the peer has not taken yet."""
+        return self._out_bytes
+
+    # --- ending
+
+    def fail(self, error: KvdError) -> None:
+        """Say why, then close."""
+        self._control.errors += 1
+        self.send(wire.Error.of(error), 0)
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection. Its client, if any, is disconnected, not gone."""
+        if self.closed:
+            return
+        self.closed = True
+        self._read_off()
+        self._write_when(False)
+        if self._handshake is not None:
+            self._handshake.cancel()
+        for chunk in self._out:
+            self._close_sent(chunk)
+        self._out.clear()
+        self._sock.close()
+        self._control.connections.discard(self)
+        client, self.client = self.client, None
+        if client is not None:
+            client.on_disconnect = None
+            self._control.clients.disconnect(client, None)
+        elif not self._control.owns_peer(self.peer):
+            self.peer.close()
+
+
+class Control:
+    """The control socket of the daemon."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        listener: socket.socket,
+        domain: Domain,
+        clients: Clients,
+        admin: Admin,
+        access: AccessConfig,
+        connections_max: int,
+        guarded: Guard,
+    ) -> None:
+        self.loop = loop
+        self.clients = clients
+        self.connections: set[Connection] = set()
+        self.errors = 0
+        self.accepted = 0
+        self._listener = listener
+        self._domain = domain
+        self._admin = admin
+        self._access = access
+        self._connections_max = connections_max + CONNECTIONS_SPARE
+        self.guarded = guarded
+        self._own_uid = os.getuid()
+        self._accepting = False
+
+    def start(self) -> None:
+        """Accept connections."""
+        if not self._accepting:
+            self.loop.add_reader(self._listener.fileno(), self.guarded, self._accept)
+            self._accepting = True
+
+    def stop_accepting(self) -> None:
+        """No new connections; those that are there go on."""
+        if self._accepting:
+            self.loop.remove_reader(self._listener.fileno())
+            self._accepting = False
+
+    def close(self) -> None:
+        """Close all connections and the listening socket: clients see EOF."""
+        self.stop_accepting()
+        for connection in list(self.connections):
+            connection.close()
+        self._listener.close()
+
+    def owns_peer(self, peer: Peer) -> bool:
+        """Whether a client that is still there uses this peer's pidfd."""
+        return any(client.peer is peer for client in self.clients.by_slot.values())
+
+    def _accept(self) -> None:
+        for _ in range(REQUESTS_PER_TURN):
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # out of descriptors or memory: try again later, do not spin
+                _log.error("accept_failed", reason=error.strerror)
+                self.stop_accepting()
+                self.loop.call_later(ACCEPT_PAUSE_S, self.start)
+                return
+            self.accepted += 1
+            sock.setblocking(False)
+            try:
+                peer = identify(sock)
+            except UsageError as error:
+                _refuse(sock, error)
+                continue
+            if len(self.connections) >= self._connections_max:
+                _refuse(
+                    sock,
+                    CapacityError(
+                        f"{len(self.connections)} control connections are open", code="connections"
+                    ),
+                )
+                peer.close()
+                continue
+            self.connections.add(Connection(self, sock, peer))
+
+    # --- asks
+
+    def handle(self, connection: Connection, message: frames.Message) -> None:
+        """Answer one ask."""
+        try:
+            id = wire.id_of(message)
+        except ProtocolError as error:
+            connection.fail(error)
+            return
+        try:
+            _, ask = wire.parse_ask(message)
+            if connection.hello is None:
+                self._hello(connection, id, ask)
+            else:
+                self._dispatch(connection, id, ask)
+        except KvdError as error:
+            if error.code.startswith("KVD-INVARIANT"):
+                raise
+            connection.send(wire.Error.of(error), id)
+            if connection.hello is None:
+                self.errors += 1
+                connection.close()
+
+    def _hello(self, connection: Connection, id: int, ask: wire.Ask) -> None:
+        if not isinstance(ask, wire.Hello):
+            raise ProtocolError(f"the first message is hello, not {ask.type}", code="handshake")
+        self._check_access(connection.peer)
+        protocol = wire.agree(ask, VERSION)
+        connection.greeted(ask)
+        epoch = self._domain.identity.epoch.to_bytes(8, "big")
+        connection.send(wire.Welcome(protocol, VERSION, wire.LAYOUT_VERSION, epoch, os.getpid()), id)
+
+    def _check_access(self, peer: Peer) -> None:
+        access = self._access
+        if peer.uid in (0, self._own_uid) or (not access.uids and not access.gids):
+            return
+        if peer.uid in access.uids or peer.uid in access.admin_uids:
+            return
+        if not {peer.gid, *peer.groups}.isdisjoint(access.gids):
+            return
+        raise UsageError(
+            f"user {peer.uid} may not use this daemon; an administrator can add it to access.uids or access.gids",
+            code="denied", uid=peer.uid,
+        )  # fmt: skip
+
+    def _dispatch(self, connection: Connection, id: int, ask: wire.Ask) -> None:
+        match ask:
+            case wire.Attach():
+                self._attach(connection, id, ask)
+            case wire.Detach():
+                self._detach(connection, id)
+            case wire.Namespace():
+                record = self._domain.register_namespace(ask.manifest, ask.label)
+                connection.send(wire.Namespaced(record.number), id)
+            case wire.Split():
+                connection.send(wire.Splitted(self._domain.register_split(ask.split)), id)
+            case wire.Call():
+                self._call(connection, id, ask)
+            case wire.Hello():
+                raise ProtocolError("hello is said once", code="handshake")
+
+    def _call(self, connection: Connection, id: int, ask: wire.Call) -> None:
+        def done(outcome: object) -> None:
+            connection.unanswered -= 1
+            connection.send(
+                wire.Error.of(outcome) if isinstance(outcome, KvdError) else wire.Result(outcome), id
+            )
+
+        connection.unanswered += 1
+        try:
+            self._admin.call(connection.peer, ask.method, ask.params, done)
+        except KvdError:
+            connection.unanswered -= 1
+            raise
+
+    def _attach(self, connection: Connection, id: int, ask: wire.Attach) -> None:
+        hello = connection.hello
+        if hello is None or hello.role != "engine":
+            raise UsageError("an admin connection cannot attach; connect with role engine", code="role")
+        if connection.attached_once:
+            raise UsageError("a connection attaches once; open another one", code="attached")
+        if ask.domain != self._domain.name:
+            raise UsageError(
+                f"there is no domain {ask.domain!r}; this daemon has {self._domain.name!r}",
+                code="domain", domain=ask.domain,
+            )  # fmt: skip
+        writable = ask.access == "write"
+        client, fds, wake = self.clients.attach(connection.peer, hello.client, writable=writable)
+        connection.client, connection.attached_once = client, True
+        client.on_disconnect = lambda error: self._disconnected(connection, error)
+        sizes = [segment.size_bytes for segment in self._domain.segments]
+        first, rest = fds[: limits.fds_per_message_max], fds[limits.fds_per_message_max :]
+        connection.send(
+            wire.Attached(client.slot, self._domain.name, sizes, len(first), bool(rest)),
+            id,
+            first,
+            (wake.detach(),),
+        )
+        while rest:
+            part, rest = rest[: limits.fds_per_message_max], rest[limits.fds_per_message_max :]
+            connection.send(wire.Segments(len(part), bool(rest)), id, part)
+
+    def _detach(self, connection: Connection, id: int) -> None:
+        client = connection.client
+        if client is None:
+            raise UsageError("this connection is not attached", code="detached")
+        client.on_disconnect = None
+        connection.client = None
+        leases = self.clients.detach(client)
+        connection.send(wire.Detached(leases), id)
+
+    def _disconnected(self, connection: Connection, error: KvdError | None) -> None:
+        """The client was disconnected from another side (ring, death, policy): its connection ends too."""
+        connection.client = None
+        if error is not None:
+            connection.fail(error)
+        else:
+            connection.close()
+
+
+def _refuse(sock: socket.socket, error: KvdError) -> None:
+    with contextlib.suppress(OSError):
+        sock.send(frames.encode(wire.Error.of(error).to_map(0)), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    sock.close()
+
+
+def listen(path: str, mode: int) -> socket.socket:
+    """Bind the control socket. A stale file is replaced only after a connect showed that nobody listens.
+
+    Raises UnavailableError(in-use) naming the daemon that is there, UsageError(socket) if the place cannot be used.
+    """
+    if len(os.fsencode(path)) > 107:
+        raise UsageError(
+            f"server.socket = {path!r} is longer than the kernel's 107 bytes", code="socket", socket=path
+        )
+    if os.path.lexists(path):
+        _remove_stale(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    old_mask = os.umask(0o777 & ~mode)
+    try:
+        sock.bind(path)
+        sock.listen(128)
+    except OSError as error:
+        sock.close()
+        raise UsageError(
+            f"server.socket = {path!r} cannot be used: {error.strerror}; create its directory for this user, or set "
+            "server.socket (KVD_SOCKET)",
+            code="socket", socket=path,
+        ) from error  # fmt: skip
+    finally:
+        os.umask(old_mask)
+    return sock
+
+
+def _remove_stale(path: str) -> None:
+    probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        probe.settimeout(1.0)
+        probe.connect(path)
+    except ConnectionRefusedError:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        return
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if not isinstance(error, TimeoutError | BlockingIOError):
+            raise UsageError(
+                f"server.socket = {path!r} is there and is no socket that can be replaced: {error.strerror}",
+                code="socket", socket=path,
+            ) from error  # fmt: skip
+    finally:
+        probe.close()
+    raise UnavailableError(
+        f"another daemon listens on {path}; stop it first (kvctl stop), or give this one another server.socket",
+        code="in-use", retry=Retry.NEVER, socket=path,
+    )  # fmt: skip

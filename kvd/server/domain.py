@@ -1,0 +1,242 @@
+"""One sharing domain: META, POOL, core, namespaces, splits. Performs the core's effects on the shared tables.
+
+Owns everything that one trust group may map. Called on the event-loop thread only. `step` is the one way in: it
+gives the core an event and performs what it answers, in order, and brings every result back before the next event.
+Invariant: an exception of the native table or an InvariantError means that kvd's books disagree; it is not caught
+here, the daemon stops.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgpack
+
+from kvd import limits
+from kvd.clock import Clock
+from kvd.config import Config, Sizes
+from kvd.core import events as ev
+from kvd.core.core import Core, CoreConfig
+from kvd.errors import CapacityError, InvariantError, UsageError
+from kvd.layout.manifest import Manifest
+from kvd.server import logs
+from kvd.shm import _native, pool, segments
+
+SPLITS_MAX: Final = 0xFFFF
+SPLIT_BYTES_MAX: Final = 4096
+_log = logs.get("domain")
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceRecord:
+    """A namespace that a client registered: number in RESERVE, root of its chain."""
+
+    number: int
+    root: bytes
+    label: str
+    model: str
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """Who the daemon is, as META tells it."""
+
+    boot_id: bytes
+    pid: int
+    start_ticks: int
+    epoch: int
+    bucket_seed: int
+
+
+@dataclass(slots=True)
+class Domain:
+    """A domain in service. `on_reply` sends the core's answers to clients, `on_again` schedules long operations."""
+
+    name: str
+    identity: ProcessIdentity
+    sizes: Sizes
+    clock: Clock
+    core: Core
+    table: _native.Table
+    meta_fd: int
+    segments: list[pool.Segment]
+    on_reply: Callable[[ev.Reply], None]
+    on_again: Callable[[int], None]
+    on_evict: Callable[[], None]
+    namespaces: dict[bytes, NamespaceRecord] = field(default_factory=dict)
+    namespaces_by_number: dict[int, NamespaceRecord] = field(default_factory=dict)
+    splits: dict[bytes, int] = field(default_factory=dict)
+    splits_by_number: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all segments."""
+        return sum(segment.size_bytes for segment in self.segments)
+
+    def step(self, event: ev.Event) -> None:
+        """Give the core one event and perform what follows from it."""
+        now_ns = self.clock.now_ns()
+        stack: list[Iterator[ev.Effect]] = [iter(self.core.step(now_ns, event))]
+        while stack:
+            effect = next(stack[-1], None)
+            if effect is None:
+                stack.pop()
+                continue
+            answer = self._perform(effect)
+            if answer is not None:
+                stack.append(iter(self.core.step(now_ns, answer)))
+
+    def _perform(self, effect: ev.Effect) -> ev.Published | ev.Evicted | None:
+        table = self.table
+        match effect:
+            case (
+                ev.ReservedReply()
+                | ev.PublishedReply()
+                | ev.AbortedReply()
+                | ev.ErrorReply()
+                | ev.AdminReply()
+            ):
+                self.on_reply(effect)
+            case ev.DoReserve():
+                table.reserve(
+                    effect.client, effect.reservation & 0xFFFFFFFF, effect.records, effect.places, effect.sizes,
+                    effect.members, effect.ranges,
+                )  # fmt: skip
+            case ev.DoPublish():
+                statuses, entries, differs, used = table.publish(
+                    effect.client, effect.keys, effect.members, effect.split, effect.family_members, effect.records,
+                    effect.checksums, effect.entries,
+                )  # fmt: skip
+                return ev.Published(effect.token, statuses, memoryview(entries).cast("I"), differs, used)
+            case ev.DoEvict():
+                out = table.evict(effect.entries, effect.withdraw)
+                return ev.Evicted(
+                    token=effect.token,
+                    freed=memoryview(out.freed).cast("I"),
+                    held=memoryview(out.held).cast("I"),
+                    records=memoryview(out.records).cast("I"),
+                    places=memoryview(out.places).cast("Q"),
+                    sizes=memoryview(out.sizes).cast("Q"),
+                )
+            case ev.DoFreeRecords():
+                table.free_records(effect.records)
+            case ev.DoFlags():
+                table.set_flags(effect.entries, effect.flags)
+            case ev.DoAgain():
+                self.on_again(effect.token)
+            case ev.Note():
+                logger = _log.warning if effect.level == "warning" else _log.info
+                logger(effect.event, domain=self.name, **effect.fields)
+            case _:
+                raise InvariantError(f"the core asked for {type(effect).__name__}, which nobody performs")
+        return None
+
+    def register_namespace(self, encoded: bytes, label: str) -> NamespaceRecord:
+        """The record of this manifest, new or known. Raises UsageError(encoding), CapacityError(namespaces)."""
+        manifest = Manifest.decode(encoded)
+        known = self.namespaces.get(manifest.root)
+        if known is not None:
+            return known
+        number = len(self.namespaces) + 1
+        if number > limits.namespaces_max:
+            raise CapacityError(
+                f"domain {self.name!r} has {limits.namespaces_max} namespaces already; restart the daemon to "
+                "forget them",
+                code="namespaces", namespaces_max=limits.namespaces_max,
+            )  # fmt: skip
+        fields = manifest.fields()
+        record = NamespaceRecord(number, manifest.root, label, str(fields["model"]), str(fields["tenant"]))
+        self.namespaces[record.root] = record
+        self.namespaces_by_number[number] = record
+        return record
+
+    def register_split(self, split: dict[str, Any]) -> int:
+        """The number of this split, the same for equal maps in any order. Raises UsageError, CapacityError."""
+        canonical = msgpack.packb(_sorted(split), use_bin_type=True)
+        if len(canonical) > SPLIT_BYTES_MAX:
+            raise UsageError(
+                f"a split of {len(canonical)} B: at most {SPLIT_BYTES_MAX}",
+                code="split",
+                size_bytes=len(canonical),
+            )
+        digest = hashlib.sha256(canonical).digest()
+        known = self.splits.get(digest)
+        if known is not None:
+            return known
+        number = len(self.splits) + 1
+        if number > SPLITS_MAX:
+            raise CapacityError(f"domain {self.name!r} has {SPLITS_MAX} splits already", code="splits")
+        self.splits[digest] = number
+        self.splits_by_number[number] = split
+        return number
+
+    def close(self) -> None:
+        """Remove named memory. The mappings go with the process."""
+        for segment in self.segments:
+            if segment.name:
+                segments.unlink_named(segment.name)
+
+
+def _sorted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _sorted(value[key]) for key in sorted(value)}
+    return [_sorted(item) for item in value] if isinstance(value, list) else value
+
+
+def core_config(config: Config) -> CoreConfig:
+    """What the operator chose, in the core's words."""
+    return CoreConfig(
+        policy=config.eviction.policy,
+        protected_share=config.eviction.protected_share,
+        hard_pin_share=config.eviction.pinned_share,
+        strict_duplicates=config.objects.strict_duplicates,
+    )
+
+
+def create(
+    name: str,
+    config: Config,
+    sizes: Sizes,
+    identity: ProcessIdentity,
+    clock: Clock,
+    posix_names: list[str],
+    *,
+    hugetlb: bool,
+) -> Domain:
+    """META and POOL of a new domain, nothing populated yet. Raises CapacityError or UnavailableError."""
+    made: list[pool.Segment] = []
+    for number, size_bytes in enumerate(sizes.segments_bytes):
+        posix_name = posix_names[number] if posix_names else ""
+        made.append(pool.create_segment(number, size_bytes, hugetlb=hugetlb, posix_name=posix_name))
+    meta_rw_fd = segments.create("kvd-meta")
+    try:
+        table = _native.Table(
+            meta_rw_fd,
+            families_max=sizes.families_max,
+            records_max=sizes.records_max,
+            segment_bytes=list(sizes.segments_bytes),
+            clients_max=config.clients.max,
+            epoch=identity.epoch,
+            boot_id=identity.boot_id,
+            bucket_seed=identity.bucket_seed,
+            pid=identity.pid,
+            start_ticks=identity.start_ticks,
+        )
+        meta_fd = segments.reopen_read_only(meta_rw_fd)
+    finally:
+        os.close(meta_rw_fd)
+    for segment in made:
+        table.map_segment(segment.number, segment.fd, segment.sealed)
+        kind = pool.PageKind.HUGETLB if segment.hugetlb else pool.PageKind.SMALL
+        table.set_segment(segment.number, 0, kind, segment.inode)
+    core = Core(core_config(config), sizes.families_max, sizes.records_max, list(sizes.segments_bytes))
+    return Domain(name, identity, sizes, clock, core, table, meta_fd, made, _unset, _unset, _unset)
+
+
+def _unset(*_: object) -> None:
+    raise InvariantError("a domain was used before it was wired up")

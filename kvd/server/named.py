@@ -1,0 +1,112 @@
+"""Things with names that outlive a process unless they are removed: the socket file and named POSIX memory.
+
+Owns the lock files that say who is responsible. A lock (flock) ends with its process, however that ends, so that the
+next daemon knows for certain whether the names it finds are stale. Invariants: a name is removed only by who holds its lock;
+two daemons that start at once cannot both take one socket or one set of names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from kvd.config import Config
+from kvd.errors import Retry, UnavailableError, UsageError
+from kvd.server import logs
+from kvd.shm import segments
+
+_log = logs.get("named")
+
+
+def _lock(path: Path, what: str) -> int:
+    """Take the lock file at `path`. Raises UnavailableError(in-use) with the pid that holds it."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise UsageError(
+            f"{what}: {path} cannot be written: {error.strerror}; create its directory for this user",
+            code="lock-file", path=str(path),
+        ) from error  # fmt: skip
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(fd, 32, 0).split(b"\n")[0].decode(errors="replace") or "unknown"
+        os.close(fd)
+        raise UnavailableError(
+            f"{what} belongs to another daemon (pid {holder}); stop it first (kvctl stop), or configure another place",
+            code="in-use", retry=Retry.NEVER, path=str(path), pid=holder,
+        ) from None  # fmt: skip
+    return fd
+
+
+def _write(fd: int, text: str) -> None:
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, text.encode(), 0)
+
+
+class SocketFile:
+    """The control socket's file, ours as long as `<socket>.lock` is locked."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._fd = _lock(Path(path + ".lock"), f"server.socket = {path!r}")
+        _write(self._fd, f"{os.getpid()}\n")
+        self._inode: int | None = None
+
+    def bound(self) -> None:
+        """The file is there now; remember which one it is."""
+        self._inode = os.stat(self._path).st_ino
+
+    def remove(self) -> None:
+        """Remove the socket file if it is still ours, then give up the lock."""
+        with contextlib.suppress(OSError):
+            if self._inode is not None and os.stat(self._path).st_ino == self._inode:
+                os.unlink(self._path)
+        self.release()
+
+    def release(self) -> None:
+        """Give up the lock."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class NamedMemory:
+    """Named POSIX memory of the pool (pool.backing = "posix"), and what a daemon that crashed left of it."""
+
+    def __init__(self, config: Config) -> None:
+        self._directory = Path(config.server.runtime_dir)
+        self._fd = -1
+        self._names: list[str] = []
+
+    def create(self, count: int) -> list[str]:
+        """Names for `count` segments. Removes what an earlier daemon with this directory left behind."""
+        self._fd = _lock(self._directory / "memory.lock", "server.runtime_dir")
+        self._remove_stale()
+        self._names = [f"/kvd-{os.getpid()}-{number}" for number in range(count)]
+        _write(self._fd, f"{os.getpid()}\n{json.dumps(self._names)}\n")
+        return list(self._names)
+
+    def _remove_stale(self) -> None:
+        lines = os.pread(self._fd, 1 << 20, 0).decode(errors="replace").splitlines()
+        with contextlib.suppress(json.JSONDecodeError, IndexError):
+            removed = [
+                name
+                for name in json.loads(lines[1])
+                if isinstance(name, str) and name.startswith("/kvd-") and segments.unlink_named(name)
+            ]
+            if removed:
+                _log.warning("stale_memory_removed", names=removed, left_by_pid=lines[0])
+
+    def remove(self) -> None:
+        """Remove the names (the memory goes with its last mapping), then give up the lock."""
+        if self._fd < 0:
+            return
+        for name in self._names:
+            segments.unlink_named(name)
+        _write(self._fd, "")
+        os.close(self._fd)
+        self._fd = -1

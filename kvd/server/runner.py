@@ -1,0 +1,316 @@
+"""Rings in, events to the core, answers out.
+
+Owns no state but counters; event-loop thread only. For each client that woke the daemon it takes frames from the
+ring (already copied out of shared memory), checks every field, looks up the facts and steps the core, all in one
+turn. Fairness: a client gets at most POP_FRAMES frames or TURN_NS before the loop goes on. Backpressure: while a
+client's ring of answers is full, its ring of asks is not served. A payload that cannot be right disconnects this
+client only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from typing import Final
+
+from kvd.core import events as ev
+from kvd.errors import CapacityError, InvariantError, KvdError, ProtocolError, Retry, UsageError
+from kvd.server import logs
+from kvd.server.clients import Client, Clients
+from kvd.server.domain import Domain
+from kvd.server.supervise import Guard
+from kvd.shm import messages
+from kvd.shm.messages import Cq, Sq
+
+TURN_NS: Final = 1_000_000
+POP_FRAMES: Final = 16
+TOUCHES_AGE_NS: Final = 1_000_000
+LEASES_AGE_NS: Final = 10_000_000
+RETRY_MIN_S: Final = 0.001
+RETRY_MAX_S: Final = 0.25
+
+_TOUCH: Final = struct.Struct("<QQIIIIQIIQ8x")
+_NO_PARENT: Final = messages.NO_PARENT
+_PUSHED_ASLEEP: Final = 3
+_log = logs.get("runner")
+
+
+class Runner:
+    """Serves the rings of all clients of one domain."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        domain: Domain,
+        clients: Clients,
+        *,
+        leased_over: str,
+        guard: Guard,
+    ) -> None:
+        self._loop = loop
+        self._domain = domain
+        self._clients = clients
+        self._leased_over = leased_over
+        self._guarded = guard
+        self._touches_ns = 0
+        self._admin_replies: dict[int, Callable[[ev.AdminReply | ev.ErrorReply], None]] = {}
+        self._admin_op = 0
+        self.frames = 0
+        self.replies_deferred = 0
+        self.lease_refusals = 0
+        domain.on_reply = self._reply
+        domain.on_again = self._again_later
+        clients.drain = self.drain
+        clients.drain_all = self.drain_all
+
+    # --- turns
+
+    def drain(self, client: Client) -> None:
+        """Serve a client that woke the daemon until its ring is empty or its turn is over."""
+        if client.attached and not client.draining:
+            self._guarded(self._turn, client)
+
+    def drain_all(self, client: Client) -> None:
+        """Serve everything in the ring now (the client leaves); bounded by the ring's size."""
+        client.replies.clear()
+        while client.attached and self._take(client):
+            client.replies.clear()
+        self._touches_of(client)
+
+    def _turn(self, client: Client) -> None:
+        client.draining = False
+        if not client.attached or not self._flush(client):
+            return
+        client.region.awake()
+        end_ns = self._domain.clock.now_ns() + TURN_NS
+        while client.attached and not client.replies:
+            if self._take(client):
+                if self._domain.clock.now_ns() < end_ns:
+                    continue
+                client.draining = True
+                self._loop.call_soon(self._guarded, self._turn, client)
+                return
+            if client.attached and client.region.may_sleep():
+                break
+        self._touches_of(client)
+
+    def _take(self, client: Client) -> bool:
+        """Handle up to POP_FRAMES frames. False when there were none."""
+        try:
+            frames = client.region.pop(POP_FRAMES)
+        except ValueError as error:
+            self._clients.disconnect(client, ProtocolError(f"hostile ring: {error}", code="ring"))
+            return False
+        for kind, op, payload in frames:
+            client.frames += 1
+            self.frames += 1
+            try:
+                self._frame(client, kind, op, payload)
+            except ProtocolError as error:
+                self._clients.disconnect(client, error)
+            if not client.attached:
+                return False
+        return bool(frames)
+
+    # --- frames
+
+    def _frame(self, client: Client, kind: int, op: int, payload: bytes) -> None:
+        if kind == Sq.RESERVE:
+            self._reserve(client, op, messages.parse_reserve(payload))
+        elif kind == Sq.PUBLISH:
+            publish = messages.parse_publish(payload)
+            self._domain.step(
+                ev.Publish(
+                    client.slot, op, publish.reservation, publish.first, publish.checksums, publish.include
+                )
+            )
+        elif kind == Sq.ABORT:
+            abort = messages.parse_abort(payload)
+            self._domain.step(ev.Abort(client.slot, op, abort.reservation, abort.first, abort.count))
+        elif kind == Sq.PING:
+            if payload:
+                raise ProtocolError(
+                    f"malformed PING of {len(payload)} bytes: it is empty", code="ring", kind="PING"
+                )
+            self._push(client, Cq.PONG, op, b"")
+        else:
+            raise ProtocolError(f"unknown ring message of type {kind}", code="ring", kind=kind)
+
+    def _reserve(self, client: Client, op: int, ask: messages.Reserve) -> None:
+        refusal = self._refusal(client, ask)
+        if refusal is not None:
+            self._push(client, Cq.ERROR, op, messages.pack_error(refusal))
+            return
+        self._drain_touches()
+        indices = bytes([member.index for member in ask.members])
+        if ask.parent == _NO_PARENT:
+            entries, present = self._domain.table.probe(ask.keys, indices)
+            parent_entry = ev.NONE
+        else:
+            entries, present = self._domain.table.probe(ask.parent + ask.keys, indices)
+            parent_entry = int.from_bytes(entries[:4], "little")
+            entries, present = entries[4:], present[len(indices) :]
+        self._domain.step(
+            ev.Reserve(
+                client=client.slot,
+                op=op,
+                request=ask.request,
+                namespace=ask.namespace,
+                keys=ask.keys,
+                parent_entry=parent_entry,
+                members=ask.members,
+                split=ask.split,
+                family_members=ask.family_members,
+                skip_pending=ask.skip_pending,
+                entries=memoryview(entries).cast("I"),
+                present=present,
+            )
+        )
+
+    def _refusal(self, client: Client, ask: messages.Reserve) -> KvdError | None:
+        """Why this reservation is well-formed and still cannot be."""
+        if ask.namespace not in self._domain.namespaces_by_number:
+            return UsageError(
+                f"namespace {ask.namespace} is not registered; ask for it with its manifest first",
+                code="namespace", namespace=ask.namespace,
+            )  # fmt: skip
+        if ask.split and ask.split not in self._domain.splits_by_number:
+            return UsageError(f"split {ask.split} is not registered", code="split", split=ask.split)
+        limit_bytes = self._domain.sizes.leased_bytes_max
+        if self._leased_over == "report" or limit_bytes is None:
+            return None
+        if client.over_leased or self._domain.clock.now_ns() - client.leased_ns > LEASES_AGE_NS:
+            self._clients.look_at_leases(client, limit_bytes)
+        if not client.over_leased:
+            return None
+        self.lease_refusals += 1
+        return CapacityError(
+            f"this client holds leases on {client.leased_bytes} B, more than its limit of "
+            f"{limit_bytes} B; release some",
+            code="leased", leased_bytes=client.leased_bytes, limit_bytes=limit_bytes, retry=Retry.AFTER,
+        )  # fmt: skip
+
+    # --- answers
+
+    def _reply(self, reply: ev.Reply) -> None:
+        match reply:
+            case ev.AdminReply() | ev.ErrorReply(client=ev.ADMIN):
+                done = self._admin_replies.pop(reply.op, None)
+                if done is None:
+                    raise InvariantError(f"the core answered administration {reply.op}, which nobody asked")
+                done(reply)
+                return
+        client = self._clients.by_slot.get(reply.client)
+        if client is None or not client.attached:
+            return
+        match reply:
+            case ev.ReservedReply():
+                payload = messages.pack_reserved(reply.reservation, reply.places, reply.statuses)
+                self._push(client, Cq.RESERVED, reply.op, payload)
+            case ev.PublishedReply():
+                self._push(client, Cq.PUBLISHED, reply.op, messages.pack_published(reply.statuses))
+            case ev.AbortedReply():
+                self._push(client, Cq.ABORTED, reply.op, messages.pack_aborted(reply.count))
+            case ev.ErrorReply():
+                self._push(client, Cq.ERROR, reply.op, messages.pack_error(reply.error))
+
+    def _push(self, client: Client, kind: int, op: int, payload: bytes) -> None:
+        if not client.replies:
+            pushed = client.region.push(kind, op, payload)
+            if pushed == _PUSHED_ASLEEP:
+                self._clients.wake(client)
+            if pushed:
+                return
+        client.replies.append((kind, op, payload))
+        self.replies_deferred += 1
+        self._retry_later(client)
+
+    def _flush(self, client: Client) -> bool:
+        """Push answers that waited for room. False while some still wait."""
+        while client.replies:
+            pushed = client.region.push(*client.replies[0])
+            if not pushed:
+                self._retry_later(client)
+                return False
+            client.replies.popleft()
+            client.retry_s = 0.0
+            if pushed == _PUSHED_ASLEEP:
+                self._clients.wake(client)
+        return True
+
+    def _retry_later(self, client: Client) -> None:
+        if client.retry is None and client.attached:
+            client.retry_s = min(max(2 * client.retry_s, RETRY_MIN_S), RETRY_MAX_S)
+            client.retry = self._loop.call_later(client.retry_s, self._retry, client)
+
+    def _retry(self, client: Client) -> None:
+        client.retry = None
+        self.drain(client)
+
+    def flush_all(self) -> None:
+        """At the end: what fits goes out now."""
+        for client in list(self._clients.by_slot.values()):
+            if client.attached:
+                self._flush(client)
+                self._clients.wake(client)
+
+    # --- recency, leases, once a second
+
+    def _drain_touches(self) -> None:
+        """Before room is made: what is being used must not look idle. At most once a millisecond."""
+        now_ns = self._domain.clock.now_ns()
+        if now_ns - self._touches_ns >= TOUCHES_AGE_NS:
+            self._touches_ns = now_ns
+            for client in self._clients.by_slot.values():
+                self._touches_of(client)
+
+    def _touches_of(self, client: Client) -> None:
+        rows = client.region.touches()
+        if rows:
+            families_max = self._domain.sizes.families_max
+            touches = [
+                touch
+                for touch in map(ev.Touch._make, _TOUCH.iter_unpack(rows))
+                if (touch.deepest_entry < families_max or touch.deepest_entry == ev.NONE)
+                and 1 <= touch.kind <= 4
+            ]
+            if touches:
+                self._domain.step(ev.Touched(client.slot, touches))
+
+    def tick(self) -> None:
+        """Once a second: touches, leases over the limit, the core's own housekeeping."""
+        limit_bytes = self._domain.sizes.leased_bytes_max
+        for client in list(self._clients.by_slot.values()):
+            self._touches_of(client)
+            was_over = client.over_leased
+            if self._clients.look_at_leases(client, limit_bytes) and not was_over:
+                _log.warning(
+                    "client_over_lease_limit", slot=client.slot, pid=client.peer.pid, leased_bytes=client.leased_bytes,
+                    limit_bytes=limit_bytes, policy=self._leased_over,
+                )  # fmt: skip
+            if client.over_leased and self._leased_over == "disconnect" and client.attached:
+                self._clients.kill(
+                    client,
+                    CapacityError(
+                        f"this client held leases on {client.leased_bytes} B, more than its limit of {limit_bytes} B",
+                        code="leased", leased_bytes=client.leased_bytes, limit_bytes=limit_bytes,
+                    ),
+                )  # fmt: skip
+        self._domain.step(ev.Tick())
+
+    # --- administration
+
+    def administrate(
+        self, make: Callable[[int], ev.Event], done: Callable[[ev.AdminReply | ev.ErrorReply], None]
+    ) -> None:
+        """Step an administrative event; `done` gets the core's answer, now or later."""
+        self._admin_op += 1
+        self._admin_replies[self._admin_op] = done
+        self._domain.step(make(self._admin_op))
+
+    def _again_later(self, token: int) -> None:
+        self._loop.call_soon(self._guarded, self._again, token)
+
+    def _again(self, token: int) -> None:
+        self._domain.step(ev.Again(token))
