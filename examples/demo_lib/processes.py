@@ -85,9 +85,9 @@ class Daemon:
         return kvd.connect(socket=str(self.socket), client="demo", deadline_s=1.0)
 
     def bytes_read(self, at_least: int = 0) -> int:
-        """Bytes that clients read from objects, as the daemon counts them; waits a little for `at_least`.
+        """Bytes that clients leased for reading, as the daemon counts them; waits a little for `at_least`.
 
-        Clients report their reads behind the reading, so the counter follows with a delay.
+        Reading does not involve the daemon: it looks at the clients' own counters in shared memory now and then.
         """
         give_up = time.monotonic() + COUNTERS_DEADLINE_S
         with self.connect() as store:
@@ -109,8 +109,8 @@ class Daemon:
 
 
 def counted_bytes_read(status: Mapping[str, Any]) -> int:
-    """The daemon's counter of bytes that clients read, out of its status."""
-    return int(status["counters"]["bytes_read"])
+    """The daemon's counter of bytes that clients leased for reading, out of its status."""
+    return int(status["counters"]["bytes_leased"])
 
 
 @contextlib.contextmanager
@@ -121,10 +121,12 @@ def daemon(folder: Path, pool_bytes: int) -> Iterator[Daemon]:
     """
     socket, log, config = folder / "kvd.sock", folder / "kvd.log", folder / "kvd.toml"
     config.write_text(config_text(socket, pool_bytes))
+    # KVD_* variables are stronger than the file, and whoever runs the demo may have some for a daemon of theirs.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVD_")}
     with log.open("wb") as log_file:
         process = subprocess.Popen(
             [*PYTHON, "-m", "kvd.server.main", "serve", "--config", str(config)],
-            stdin=subprocess.DEVNULL, stdout=log_file, stderr=log_file, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=log_file, stderr=log_file, env=env, start_new_session=True,
         )  # fmt: skip
     running = Daemon(process, socket, log)
     try:
@@ -139,8 +141,9 @@ def daemon(folder: Path, pool_bytes: int) -> Iterator[Daemon]:
 
 
 def config_text(socket: Path, pool_bytes: int) -> str:
-    """The daemon's configuration for this demo."""
-    return f'socket = "{socket}"\n\n[pool]\nsize = {pool_bytes}\n'
+    """The daemon's configuration for this demo: everything of it lives in the socket's folder."""
+    server = f'[server]\nsocket = "{socket}"\nruntime_dir = "{socket.parent}"\n'
+    return f"{server}\n[pool]\nsize = {pool_bytes}\n"
 
 
 def run_worker(job: Job, listener: Listener, log: Path) -> dict[str, Any]:

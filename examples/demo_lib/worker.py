@@ -43,7 +43,7 @@ def writer(job: Job, say: Speaker) -> dict[str, object]:
     chunks = reusable_chunks(len(prompt), job.chunk_tokens)
     prefix, tail = prompt[: chunks * job.chunk_tokens], prompt[chunks * job.chunk_tokens :]
 
-    cold_s, cold_tokens = run_cold(job, say, engine, prompt)
+    cold_s, cold_cpu_s, cold_tokens = run_cold(job, say, engine, prompt)
 
     say.step(f"A: prefilling the first {len(prefix)} tokens once more, to publish them")
     cache = engine.new_cache()
@@ -60,6 +60,7 @@ def writer(job: Job, say: Speaker) -> dict[str, object]:
         "prompt_sha256": sha256_of(prompt.tobytes()),
         "tail_tokens": len(tail),
         "ttft_cold_s": cold_s,
+        "ttft_cold_cpu_s": cold_cpu_s,
         "tokens_cold": cold_tokens,
         "tokens_live_split": split_tokens,
         "logits_sha256": digest,
@@ -68,18 +69,24 @@ def writer(job: Job, say: Speaker) -> dict[str, object]:
     } | published
 
 
-def run_cold(job: Job, say: Speaker, engine: Engine, prompt: array[int]) -> tuple[list[float], list[int]]:
-    """Seconds to the first token of each repeat with an empty cache, and the greedy tokens of the last."""
+def run_cold(
+    job: Job, say: Speaker, engine: Engine, prompt: array[int]
+) -> tuple[list[float], list[float], list[int]]:
+    """Of each repeat with an empty cache: seconds to the first token, and processor seconds (of all threads) in them;
+    the greedy tokens of the last.
+    """
     took: list[float] = []
+    cpu: list[float] = []
     firsts: list[int] = []
     tokens: list[int] = []
     for repeat in range(job.repeats):
         say.step(f"A: all {len(prompt)} tokens without kvd, run {repeat + 1} of {job.repeats}")
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         cache = engine.new_cache()
         logits = engine.forward(prompt, cache)
         firsts.append(int(logits[-1].argmax()))
         took.append(time.perf_counter() - begin)
+        cpu.append(time.process_time() - cpu_begin)
         say.note(f"first token after {took[-1]:.3f} s")
         if repeat == job.repeats - 1:
             say.step(f"A: generating {job.generate} tokens without kvd")
@@ -88,7 +95,7 @@ def run_cold(job: Job, say: Speaker, engine: Engine, prompt: array[int]) -> tupl
         raise RuntimeError(
             f"equal runs gave different first tokens, {firsts}: this model is not deterministic here"
         )
-    return took, tokens
+    return took, cpu, tokens
 
 
 def publish(
@@ -113,8 +120,8 @@ def publish(
                 write.fill(packed(index).numpy())
             results = writes.publish()
         took = time.perf_counter() - begin
-        if len(results) != chunks:
-            raise RuntimeError(f"kvd published {len(results)} of {chunks} chunks: {results}")
+        if len(results) != chunks or set(results) != {kvd.Published.PUBLISHED}:
+            raise RuntimeError(f"kvd did not publish all of {chunks} chunks: {results}")
         say.note(f"{chunks * shape.size_bytes / 2**20:.1f} MiB in {took * 1e3:.0f} ms")
         return {
             "chunks_published": chunks,
@@ -152,10 +159,10 @@ def reader(job: Job, say: Speaker) -> dict[str, object]:
         tail = prompt[reuse.hits * job.chunk_tokens :]
 
         say.step(f"B: all logits of the last {len(tail)} tokens, once right and once with a chunk zeroed")
-        cache, read = load(engine, namespace, reuse.chain, reuse.hits, shape, "demo-b-logits")
-        reuse.acquired_bytes += read
-        chunk_sha256, read = digests(namespace, reuse.chain, reuse.hits, shape)
-        reuse.acquired_bytes += read
+        prefix = reuse.chain[: reuse.hits]
+        cache, again = load(engine, namespace, prefix, shape, "demo-b-logits")
+        chunk_sha256 = digests(namespace, prefix, shape)
+        reuse.acquired_bytes += (again + len(chunk_sha256)) * shape.size_bytes
         spoiled = spoil(cache, engine, reuse.hits, shape)
         found = engine.forward(tail, cache, logits=0)
         control = engine.forward(tail, spoiled, logits=0) if spoiled is not None else found
@@ -192,9 +199,9 @@ def run_with_kvd(job: Job, say: Speaker, engine: Engine, prompt: array[int], nam
         say.step(f"B: the same prompt with kvd, run {repeat + 1} of {job.repeats}")
         begin = time.perf_counter()
         reuse.chain = namespace.chain(prompt, chunk_tokens=job.chunk_tokens)
-        reuse.hits = min(namespace.match(reuse.chain), reusable_chunks(len(prompt), job.chunk_tokens))
+        hits = namespace.match(reuse.chain[: reuse.chain.usable_chunks])
         matched = time.perf_counter()
-        cache, read = load(engine, namespace, reuse.chain, reuse.hits, shape, f"demo-b-{repeat + 1}")
+        cache, reuse.hits = load(engine, namespace, reuse.chain[:hits], shape, f"demo-b-{repeat + 1}")
         loaded = time.perf_counter()
         logits = engine.forward(prompt[reuse.hits * job.chunk_tokens :], cache)
         reuse.first_tokens.append(int(logits[-1].argmax()))
@@ -202,7 +209,7 @@ def run_with_kvd(job: Job, say: Speaker, engine: Engine, prompt: array[int], nam
         reuse.ttft_s.append(end - begin)
         reuse.match_s.append(matched - begin)
         reuse.load_s.append(loaded - matched)
-        reuse.acquired_bytes += read
+        reuse.acquired_bytes += reuse.hits * shape.size_bytes
         say.note(f"first token after {end - begin:.3f} s, {reuse.hits * job.chunk_tokens} tokens reused")
         if repeat == job.repeats - 1:
             say.step(f"B: generating {job.generate} tokens after the prefix from kvd")
@@ -210,56 +217,40 @@ def run_with_kvd(job: Job, say: Speaker, engine: Engine, prompt: array[int], nam
     return reuse
 
 
-def load(
-    engine: Engine, namespace: Any, chain: Any, hits: int, shape: ChunkShape, request: str
-) -> tuple[Any, int]:
-    """A model cache built from the leading `hits` chunks in kvd, and the bytes read for it.
+def load(engine: Engine, namespace: Any, chain: Any, shape: ChunkShape, request: str) -> tuple[Any, int]:
+    """A model cache built from the leading chunks of `chain` that kvd has, and how many these were.
 
     The chunks are read where they lie in shared memory; the one copy made is the model's own cache.
     """
     cache = engine.new_cache()
-    read = with_chunks(namespace, chain, hits, shape, request, lambda chunks: unpack(chunks, cache))
-    return cache, read
+    hits = with_chunks(namespace, chain, shape, request, lambda chunks: unpack(chunks, cache))
+    return cache, hits
 
 
-def digests(namespace: Any, chain: Any, hits: int, shape: ChunkShape) -> tuple[list[str], int]:
-    """The sha256 of each of the leading `hits` chunks as they lie in kvd, and the bytes read for it.
+def digests(namespace: Any, chain: Any, shape: ChunkShape) -> list[str]:
+    """The sha256 of each of the leading chunks of `chain`, as they lie in kvd.
 
     Stricter than any comparison of logits: a flipped low bit of one value can vanish in the model's rounding.
     """
     found: list[str] = []
-    read = with_chunks(
-        namespace,
-        chain,
-        hits,
-        shape,
-        "demo-b-sha256",
-        lambda chunks: found.extend(map(tensor_sha256, chunks)),
+    with_chunks(
+        namespace, chain, shape, "demo-b-sha256", lambda chunks: found.extend(map(tensor_sha256, chunks))
     )
-    return found, read
+    return found
 
 
 def with_chunks(
-    namespace: Any,
-    chain: Any,
-    hits: int,
-    shape: ChunkShape,
-    request: str,
-    use: Callable[[list[torch.Tensor]], None],
+    namespace: Any, chain: Any, shape: ChunkShape, request: str, use: Callable[[list[torch.Tensor]], None]
 ) -> int:
-    """Lease the leading `hits` chunks, let `use` read them in place, give them back; the bytes leased.
+    """Lease the leading chunks of `chain`, let `use` read them in place, give them back; how many they were.
 
-    No tensor over the shared memory may outlive its lease, so they exist only in the call of `use`.
+    What was matched may be gone by now, so the number of leases counts. No tensor over the shared memory may
+    outlive its lease: they exist only in the call of `use`.
     """
-    if hits == 0:
-        return 0
-    with namespace.acquire(chain[:hits], request=request) as leases:
-        if len(leases) != hits:
-            raise RuntimeError(
-                f"kvd leased {len(leases)} of {hits} chunks that it had just reported as present"
-            )
-        use([lease.view.tensor(torch.float32, shape.dims) for lease in leases])
-    return hits * shape.size_bytes
+    with namespace.acquire(chain, request=request) as leases:
+        if len(leases) > 0:
+            use([lease.tensor(torch.float32, shape.dims) for lease in leases])
+        return len(leases)
 
 
 def spoil(cache: Any, engine: Engine, chunks: int, shape: ChunkShape) -> Any | None:
@@ -281,7 +272,9 @@ def reusable_chunks(prompt_tokens: int, chunk_tokens: int) -> int:
 def manifest() -> Any:
     """What must agree before two processes may share KV: the weights, and how their KV is represented."""
     _, source = find_gguf()
-    return kvd.Manifest(model=MODEL_NAME, revision=source.revision, dtype="float32", fixed="*")
+    return kvd.Manifest(
+        model=MODEL_NAME, revision=source.revision, dtype="float32", fixed="*", tenant="", salt=""
+    )
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:
