@@ -8,9 +8,10 @@ layout when the runner does, so that what the native table returns is passed on 
 Rules for the runner:
 
 * It looks up the facts of an event (`entries`, `present`) immediately before the step, in the same turn.
-* It performs the effects in their order. `DoPublish` is answered by stepping `Published`, `DoEvict` by stepping
-  `Evicted`, both with the effect's token and before any other event. `DoAgain` is answered by stepping `Again`
-  once clients have had a turn.
+* It performs the effects in their order. `DoPublish` is answered by stepping `Published`, `DoEvict` by
+stepping
+  `Evicted`, both with the effect's token and before any other event. `DoAgain` is answered by stepping
+  `Again` once clients have had a turn.
 * It sends `ClientGone` only when the client's memory can no longer be written (pidfd or orderly detach, ring
   drained).
 """

@@ -1,0 +1,431 @@
+"""The forest of runs: which families exist, what lies behind what, and what each of them weighs.
+
+A run is a piece of a chain that was published, touched and will be evicted together: entries from head to
+tail. Runs hang behind the tail of their parent run. Families are rows of columns, runs too; nothing per
+family is a Python object.
+
+Owned by `Core`, called in its thread only. It keeps the policy and the pins informed of every change of a
+run, and counts families and bytes per namespace. Invariants: the runs partition the used entries; every
+parent exists; a child is in its parent's list of children, exactly once; there are no cycles; a run that has
+children or claims is not a leaf and does not leave on its own.
+
+A claim is a live reservation that writes behind a run, or adds members to it. Claims stay with the tail part
+when a run is split, so that what they protect keeps something behind it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+
+from kvd.core.columns import Numbers, grow
+from kvd.core.events import NONE
+from kvd.core.pins import Pins
+from kvd.core.policy import PROBATION, Policy, lists_count
+from kvd.errors import InvariantError
+
+
+class Forest:
+    """Columns of families and runs. Sizes are the bytes of the slots that a family occupies."""
+
+    def __init__(self, families_max: int) -> None:
+        self.entries = Numbers(0, families_max)
+        self.promised_count = 0  # free entries that live reservations have a right to
+        # per entry
+        self.run_of: array[int] = array("I")
+        self.bytes_of: array[int] = array("Q")
+        self.key8_of: array[int] = array("Q")
+        self.home_of: array[int] = array("I")  # number of a slab it has a slot in
+        self.missing_of: array[int] = array("B")  # members not yet published
+        self.partial: dict[int, None] = {}  # entries with missing members, oldest first
+        # per run
+        self.run_numbers = Numbers(lists_count, NONE)
+        self.members: list[array[int]] = [array("I")] * lists_count
+        self.parent: array[int] = array("I")
+        self.first_child: array[int] = array("I")
+        self.next_sibling: array[int] = array("I")
+        self.previous_sibling: array[int] = array("I")
+        self.namespace_of: array[int] = array("H")
+        self.run_bytes: array[int] = array("Q")
+        self.touched_ns: array[int] = array("Q")
+        self.born_ns: array[int] = array("Q")
+        self.request_of: array[int] = array("Q")
+        self.classes_of: array[int] = array("H")  # which size classes it has slots of: a row of _class_sets
+        self._class_sets: list[int] = [-1]  # bit c: class number c; row 0 stands for "any"
+        self._class_set_rows: dict[int, int] = {-1: 0}
+        self.claims: dict[int, int] = {}
+        self.namespaces: dict[int, list[int]] = {}  # namespace -> [families, bytes]
+        self.splits_count = 0
+        self.policy: Policy
+        self.pins: Pins
+
+    # -- reading
+    # -------------------------------------------------------------------------------------------------------
+
+    def is_used(self, entry: int) -> bool:
+        """Whether this entry is a family of the forest."""
+        return entry < len(self.run_of) and self.run_of[entry] != NONE
+
+    def is_leaf(self, run: int) -> bool:
+        """Nothing lies behind the run and nobody writes behind it."""
+        return self.first_child[run] == NONE and run not in self.claims
+
+    def path(self, run: int) -> Iterator[int]:
+        """The run and those before it, up to the root."""
+        parent = self.parent
+        while run != NONE:
+            yield run
+            run = parent[run]
+
+    def children(self, run: int) -> Iterator[int]:
+        """Runs directly behind this one."""
+        child = self.first_child[run]
+        while child != NONE:
+            yield child
+            child = self.next_sibling[child]
+
+    def behind(self, run: int) -> list[int]:
+        """All runs behind this one, farthest first, without itself."""
+        found = list(self.children(run))
+        for one in found:
+            found.extend(self.children(one))
+        found.reverse()
+        return found
+
+    def has_class(self, run: int, class_number: int) -> bool:
+        """Whether the run may have slots of this class (a hint: some families of it may have none)."""
+        return bool(self._class_sets[self.classes_of[run]] >> class_number & 1)
+
+    def runs(self) -> Iterator[int]:
+        """All runs (for checks and listings)."""
+        returned = set(self.run_numbers.returned())
+        return (run for run in range(lists_count, self.run_numbers.fresh) if run not in returned)
+
+    # -- entries
+    # -------------------------------------------------------------------------------------------------------
+
+    @property
+    def entries_free_count(self) -> int:
+        """Entries that are neither used nor promised."""
+        return self.entries.free_count - self.promised_count
+
+    def take_entries(self, count: int) -> array[int]:
+        """Free entries for a publication; their columns exist from now on."""
+        taken = self.entries.take(count)
+        fresh = self.entries.fresh
+        if fresh > len(self.run_of):
+            grow(self.run_of, fresh, NONE)
+            for column in (self.bytes_of, self.key8_of, self.home_of, self.missing_of):
+                grow(column, fresh, 0)
+        return taken
+
+    # -- growing
+    # -------------------------------------------------------------------------------------------------------
+
+    def append(
+        self, behind: int, entries: array[int], key8s: array[int], family_bytes: int, *,
+        missing_count: int, namespace: int, request: int, class_set: int, now_ns: int,
+    ) -> int:  # fmt: skip
+        """Put new families behind the entry `behind` (NONE: a root); returns their run.
+
+        They extend the run they lie behind if the same request wrote all of it, nobody else asked for it yet
+        and it is not pinned; otherwise they are a new run. The path to the root becomes the warmest either
+        way.
+        """
+        parent = NONE
+        row = self._class_set_row(class_set)
+        size_bytes = family_bytes * len(entries)
+        run = NONE
+        if behind != NONE:
+            parent = self.ending_at(behind)
+            if (
+                self.first_child[parent] == NONE
+                and self.request_of[parent] == request
+                and self.policy.list_of[parent] == PROBATION
+                and self.classes_of[parent] == row
+                and not self.pins.is_pinned(parent)
+            ):
+                run = parent
+        if run == NONE:
+            run = self._new_run(parent, entries, namespace, size_bytes, request, row, now_ns)
+        else:
+            self.members[run].extend(entries)
+            self.run_bytes[run] += size_bytes
+            self.policy.resized(run, size_bytes)
+        run_of, bytes_of, key8_of = self.run_of, self.bytes_of, self.key8_of
+        for entry, key8 in zip(entries, key8s, strict=True):
+            run_of[entry] = run
+            bytes_of[entry] = family_bytes
+            key8_of[entry] = key8
+        if missing_count:
+            for entry in entries:
+                self.missing_of[entry] = missing_count
+                self.partial[entry] = None
+        total = self.namespaces.get(namespace)
+        if total is None:
+            total = self.namespaces[namespace] = [0, 0]
+        total[0] += len(entries)
+        total[1] += size_bytes
+        self.refresh(run, now_ns)
+        return run
+
+    def add_member(self, entry: int, slot_bytes: int, class_set: int) -> None:
+        """One more member of an existing family is published."""
+        run = self.run_of[entry]
+        self.bytes_of[entry] += slot_bytes
+        self.run_bytes[run] += slot_bytes
+        self.namespaces[self.namespace_of[run]][1] += slot_bytes
+        self.policy.resized(run, slot_bytes)
+        self.pins.resized(run, slot_bytes)
+        have = self._class_sets[self.classes_of[run]]
+        if have | class_set != have:
+            self.classes_of[run] = self._class_set_row(have | class_set)
+        missing = self.missing_of[entry] - 1
+        if missing >= 0:
+            self.missing_of[entry] = missing
+            if not missing:
+                self.partial.pop(entry, None)
+
+    def link(self, before: int, entry: int) -> None:
+        """The family `entry` lies directly behind `before`; say so if the forest did not know (it was published first)."""
+        run = self.run_of[entry]
+        if self.members[run][0] != entry:
+            return
+        parent = self.run_of[before]
+        if self.parent[run] == parent and self.members[parent][-1] == before:
+            return
+        if any(one == run for one in self.path(parent)):
+            return  # a client that names keys in a circle gets no circle
+        parent = self.ending_at(before)
+        self.pins.detach(run)
+        self._unlink_child(run)
+        self._link_child(run, parent)
+        self.pins.attach(run)
+
+    def refresh(self, run: int, now_ns: int) -> None:
+        """The run and all before it become the warmest of their lists, the root last."""
+        refreshed, parent, touched_ns = self.policy.refreshed, self.parent, self.touched_ns
+        while run != NONE:
+            touched_ns[run] = now_ns
+            refreshed(run)
+            run = parent[run]
+
+    def touch(self, entry: int, request: int, now_ns: int) -> None:
+        """A request asked for the chain that ends at this entry."""
+        run = self.ending_at(entry)
+        refreshed, reused, parent = self.policy.refreshed, self.policy.reused, self.parent
+        while run != NONE:
+            self.touched_ns[run] = now_ns
+            if request and request == self.request_of[run]:
+                refreshed(run)
+            else:
+                reused(run, self.run_bytes[run])
+            run = parent[run]
+
+    # -- shrinking
+    # -----------------------------------------------------------------------------------------------------
+
+    def cut(self, run: int, count: int) -> int:
+        """The last `count` families of the run have left; returns their bytes. The run goes with the last of them."""
+        members = self.members[run]
+        run_of = self.run_of
+        if count == len(members):
+            leaving = members
+            size_bytes = self.run_bytes[run]
+            self._remove(run)
+        else:
+            leaving = members[-count:]
+            size_bytes = sum(map(self.bytes_of.__getitem__, leaving))
+            del members[-count:]
+            self._resize(run, -size_bytes)
+        for entry in leaving:
+            run_of[entry] = NONE
+        if self.partial:
+            for entry in leaving:
+                if entry in self.partial:
+                    del self.partial[entry]
+                    self.missing_of[entry] = 0
+        total = self.namespaces[self.namespace_of[run]]
+        total[0] -= count
+        total[1] -= size_bytes
+        return size_bytes
+
+    def cut_around(self, run: int, count: int, staying: set[int]) -> list[int]:
+        """As `cut`, but these entries stay. Returns the runs they are in now; each is one piece without a hole."""
+        members = self.members[run]
+        edge = len(members) - count
+        pieces: list[array[int]] = []
+        holes = True
+        for at, entry in enumerate(members):
+            if at >= edge and entry not in staying:
+                holes = True
+                continue
+            if holes:
+                pieces.append(array("I"))
+                holes = False
+            pieces[-1].append(entry)
+        if not any(entry in staying for entry in members[edge:]):
+            self.cut(run, count)
+            return []
+        # What leaves is moved to the end, so that one cut removes it; then the pieces are taken apart from
+        # the front.
+        order: array[int] = array("I")
+        for piece in pieces:
+            order.extend(piece)
+        leaving = len(members) - len(order)
+        order.extend(entry for entry in members[edge:] if entry not in staying)
+        self.members[run] = order
+        if leaving:
+            self.cut(run, leaving)
+        found: list[int] = []
+        for piece in pieces[:-1]:
+            found.append(self.split(run, len(piece)))
+        found.append(run)
+        return [one for one in found if any(entry in staying for entry in self.members[one])]
+
+    def split(self, run: int, count: int) -> int:
+        """Make the first `count` families a run of their own, which is returned; the rest keeps number, rank and children."""
+        members = self.members[run]
+        if not 0 < count < len(members):
+            raise InvariantError(
+                f"a run of {len(members)} families cannot be split after {count}", code="split"
+            )
+        head_members = members[:count]
+        del members[:count]
+        head_bytes = sum(map(self.bytes_of.__getitem__, head_members))
+        head = self.run_numbers.take_one()
+        self._grow_runs()
+        self._set_run(
+            head, head_members, self.namespace_of[run], head_bytes, self.request_of[run],
+            self.classes_of[run], self.born_ns[run], self.touched_ns[run],
+        )  # fmt: skip
+        self.run_bytes[run] -= head_bytes
+        before = self.parent[run]
+        self._unlink_child(run)
+        self._link_child(head, before)
+        self._link_child(run, head)
+        for entry in head_members:
+            self.run_of[entry] = head
+        self.policy.split(run, head, head_bytes)
+        self.pins.split(run, head)
+        self.splits_count += 1
+        return head
+
+    def ending_at(self, entry: int) -> int:
+        """The run whose tail is this entry, split off if it was in the middle."""
+        run = self.run_of[entry]
+        members = self.members[run]
+        if members[-1] == entry:
+            return run
+        return self.split(run, members.index(entry) + 1)
+
+    # -- claims
+    # --------------------------------------------------------------------------------------------------------
+
+    def claim(self, run: int) -> None:
+        """A live reservation needs this run, and so everything before it, to stay."""
+        self.claims[run] = self.claims.get(run, 0) + 1
+
+    def unclaim(self, run: int) -> None:
+        """That reservation is over."""
+        left = self.claims[run] - 1
+        if left:
+            self.claims[run] = left
+        else:
+            del self.claims[run]
+
+    # -- inside
+    # --------------------------------------------------------------------------------------------------------
+
+    def _new_run(
+        self,
+        parent: int,
+        entries: array[int],
+        namespace: int,
+        size_bytes: int,
+        request: int,
+        row: int,
+        now_ns: int,
+    ) -> int:
+        run = self.run_numbers.take_one()
+        self._grow_runs()
+        self._set_run(run, entries[:], namespace, size_bytes, request, row, now_ns, now_ns)
+        self._link_child(run, parent)
+        self.policy.added(run, size_bytes)
+        return run
+
+    def _grow_runs(self) -> None:
+        rows = self.run_numbers.fresh
+        if rows <= len(self.parent):
+            return
+        for column in (self.parent, self.first_child, self.next_sibling, self.previous_sibling):
+            grow(column, rows, NONE)
+        for column in (
+            self.namespace_of, self.run_bytes, self.touched_ns, self.born_ns, self.request_of,
+            self.classes_of,
+        ):  # fmt: skip
+            grow(column, rows, 0)
+        self.members.extend([self.members[0]] * (len(self.parent) - len(self.members)))
+
+    def _set_run(
+        self, run: int, members: array[int], namespace: int, size_bytes: int, request: int, row: int, born_ns:
+        int, touched_ns: int,
+    ) -> None:  # fmt: skip
+        self.members[run] = members
+        self.namespace_of[run] = namespace
+        self.run_bytes[run] = size_bytes
+        self.request_of[run] = request
+        self.classes_of[run] = row
+        self.born_ns[run] = born_ns
+        self.touched_ns[run] = touched_ns
+        self.first_child[run] = NONE
+
+    def _remove(self, run: int) -> None:
+        before = self.parent[run]
+        for child in list(self.children(run)):  # only where something behind it is held and stays
+            self._unlink_child(child)
+            self._link_child(child, before)
+        self._unlink_child(run)
+        self.pins.removed(run)
+        self.policy.removed(run, self.run_bytes[run])
+        self.claims.pop(run, None)
+        self.members[run] = self.members[0]
+        self.run_numbers.give_one(run)
+
+    def _resize(self, run: int, delta_bytes: int) -> None:
+        self.run_bytes[run] += delta_bytes
+        self.policy.resized(run, delta_bytes)
+        self.pins.resized(run, delta_bytes)
+
+    def _link_child(self, run: int, parent: int) -> None:
+        self.parent[run] = parent
+        self.previous_sibling[run] = NONE
+        if parent == NONE:
+            self.next_sibling[run] = NONE
+            return
+        first = self.first_child[parent]
+        self.next_sibling[run] = first
+        if first != NONE:
+            self.previous_sibling[first] = run
+        self.first_child[parent] = run
+
+    def _unlink_child(self, run: int) -> None:
+        parent = self.parent[run]
+        if parent == NONE:
+            return
+        before, after = self.previous_sibling[run], self.next_sibling[run]
+        if before == NONE:
+            self.first_child[parent] = after
+        else:
+            self.next_sibling[before] = after
+        if after != NONE:
+            self.previous_sibling[after] = before
+
+    def _class_set_row(self, class_set: int) -> int:
+        row = self._class_set_rows.get(class_set)
+        if row is None:
+            if len(self._class_sets) > 0xFFFF:
+                return 0
+            row = self._class_set_rows[class_set] = len(self._class_sets)
+            self._class_sets.append(class_set)
+        return row

@@ -1,0 +1,113 @@
+"""What the core says about itself: statistics, listings, why a request missed. Reads the books, changes nothing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvd.core.books import Books
+from kvd.core.journal import age_text
+from kvd.core.policy import list_names
+
+listing_scan_max = 65_536  # entries looked at in one call
+
+
+class FamilyRow(NamedTuple):
+    """One family of a listing."""
+
+    entry: int
+    namespace: int
+    depth: int  # families before it in its chain
+    bytes: int  # of the slots it occupies
+    touched_ns: int  # when its run was touched last
+    pinned: int  # PinKind
+    missing: int  # members not published
+
+
+def statistics(books: Books) -> dict[str, object]:
+    """Pool, tables, classes and namespaces, JSON-able. Bytes are those of slots."""
+    forest, slots = books.forest, books.slots
+    free_bytes = slots.frames.free_count << 21
+    slack_bytes = sum(c.free_count * c.slot_bytes for c in slots.classes.values())
+    limbo_bytes = books.limbo_bytes
+    policy_bytes = dict(zip(list_names, forest.policy.list_bytes, strict=True))
+    return {
+        "pool": {
+            "total_bytes": sum(slots.segment_bytes),
+            "usable_bytes": slots.usable_bytes,
+            "used_bytes": books.published_bytes - limbo_bytes,
+            "reserved_bytes": books.reserved_bytes,
+            "limbo_bytes": limbo_bytes,
+            "pinned_bytes": forest.pins.hard_bytes,
+            "soft_pinned_bytes": policy_bytes["soft"],
+            "free_bytes": free_bytes + slack_bytes,
+            "free_frames_bytes": free_bytes,
+            "largest_free_bytes": slots.frames.largest() << 21,
+        },
+        "families": forest.entries.used_count - len(books.limbo),
+        "families_max": books.families_max,
+        "families_promised": forest.promised_count,
+        "families_limbo": len(books.limbo),
+        "families_partial": len(forest.partial),
+        "records": books.records.used_count,
+        "records_max": books.records_max,
+        "runs": forest.run_numbers.used_count,
+        "runs_split": forest.splits_count,
+        "reservations": len(books.reservations.live),
+        "requests_known": len(books.journal),
+        "ghosts": len(books.ghosts),
+        "policy_bytes": policy_bytes,
+        "classes": [
+            {
+                "slot_bytes": c.slot_bytes, "slabs": c.slabs_count, "slots": c.slabs_count * c.slab_slots,
+                "published": c.published_count, "reserved": c.reserved_count, "free": c.free_count,
+                "slab_bytes": c.slab_frames << 21,
+            }
+            for c in sorted(slots.classes.values(), key=lambda c: c.slot_bytes) if c.slabs_count
+        ],
+        "namespaces": {
+            namespace: {"families": families, "bytes": size_bytes}
+            for namespace, (families, size_bytes) in sorted(forest.namespaces.items())
+        },
+    }  # fmt: skip
+
+
+def miss_cause(books: Books, key8: int, now_ns: int) -> str:
+    """Why a family that was looked for is not there, for people."""
+    if books.reservations.is_pending(key8):
+        return "being written"
+    ghost = books.ghosts.find(key8)
+    if ghost is not None:
+        reason, when_ns = ghost
+        return f"evicted ({reason.value}, {age_text(now_ns - when_ns)})"
+    return "never stored here"
+
+
+def families(
+    books: Books, namespace: int | None, start: int, limit: int
+) -> tuple[list[FamilyRow], int | None]:
+    """Up to `limit` families from entry `start` on, and where to go on (None: that was all).
+
+    Looks at a bounded number of entries, so that a page may have fewer rows than asked for, or none.
+    """
+    forest = books.forest
+    end = min(start + listing_scan_max, forest.entries.fresh)
+    rows: list[FamilyRow] = []
+    depth_of_run: dict[int, int] = {}
+    for entry in range(start, end):
+        if not forest.is_used(entry):
+            continue
+        run = forest.run_of[entry]
+        if namespace is not None and forest.namespace_of[run] != namespace:
+            continue
+        if len(rows) == limit:
+            return rows, entry
+        if run not in depth_of_run:
+            depth_of_run[run] = sum(len(forest.members[one]) for one in forest.path(forest.parent[run]))
+        rows.append(
+            FamilyRow(
+                entry, forest.namespace_of[run], depth_of_run[run] + forest.members[run].index(entry),
+                forest.bytes_of[entry], forest.touched_ns[run], int(forest.pins.kind(run)),
+                forest.missing_of[entry],
+            )
+        )  # fmt: skip
+    return rows, end if end < forest.entries.fresh else None

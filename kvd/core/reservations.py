@@ -1,0 +1,269 @@
+"""Reservations: who is filling which slots.
+
+Owned by `Core`. A reservation is a batch of n families × m members, items numbered family-major. It holds one
+slot and one record an item, the right to one free entry for each family that was not there (a promise), and a
+claim on the runs it writes behind or adds to, so that neither leaves while it lives.
+
+    item:  not granted            -> GONE for ever
+           live --publish won-->     published       (the slot is the family's)
+           live --publish lost-->    given back      (present already, or no room in the index)
+           live --abort, death-->    given back
+
+A reservation ends when none of its items is live. Invariants: `live_count` and promises match the items; a
+promise is held for a family exactly as long as one of its items is live and the family was not there yet.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from kvd import limits
+from kvd.core.columns import u32
+from kvd.core.events import NONE, Reserve
+from kvd.errors import UsageError
+from kvd.types import Member
+
+LIVE = 1  # state of an item that may still be published or given back; everything else is 0
+
+
+class Reservation:
+    """One batch that is being written. Columns have a row an item (n·m) or a family (n)."""
+
+    __slots__ = (
+        "claimed",
+        "class_set",
+        "client",
+        "entries",
+        "families_count",
+        "family_bytes",
+        "family_members",
+        "key8s",
+        "keys",
+        "live_count",
+        "member_bytes",
+        "members",
+        "members_count",
+        "namespace",
+        "number",
+        "op",
+        "parent_entry",
+        "places",
+        "promised",
+        "records",
+        "request",
+        "reserved_ns",
+        "split",
+        "states",
+    )  # fmt: skip
+
+    def __init__(
+        self, number: int, event: Reserve, key8s: array[int], member_bytes: list[int], now_ns: int
+    ) -> None:
+        self.number = number
+        self.client = event.client
+        self.op = event.op
+        self.request = event.request
+        self.namespace = event.namespace
+        self.keys = event.keys
+        self.key8s = key8s
+        self.families_count = len(key8s)
+        self.members: tuple[Member, ...] = event.members
+        self.members_count = len(event.members)
+        self.member_bytes = member_bytes  # bytes of a slot, by member
+        self.split = event.split
+        self.family_members = event.family_members
+        self.parent_entry = event.parent_entry  # NONE: a root, or its family has been withdrawn
+        self.reserved_ns = now_ns
+        # families as known: those that were there, and those that this reservation has published. All
+        # claimed, so valid.
+        self.entries: array[int] = u32(event.entries)[:]
+        self.claimed: list[int] = []  # runs
+        self.class_set = 0
+        # filled when granted
+        self.records: array[int] = array("I")
+        self.places: array[int] = array("Q")
+        self.states = bytearray()
+        self.live_count = 0
+        self.promised = bytearray()  # by family
+
+    def end_promises(self, families: Iterable[int]) -> int:
+        """Families that need no entry any more, or have one; returns how many had been promised one."""
+        ended = 0
+        promised = self.promised
+        for family in families:
+            if promised[family]:
+                promised[family] = 0
+                ended += 1
+        return ended
+
+    def is_family_live(self, family: int) -> bool:
+        """Whether an item of this family is still to come."""
+        first = family * self.members_count
+        return LIVE in self.states[first : first + self.members_count]
+
+    def behind(self, family: int) -> int:
+        """The entry of the nearest family before this one that is there; NONE if there is none."""
+        entries = self.entries
+        for at in range(family - 1, -1, -1):
+            if entries[at] != NONE:
+                return entries[at]
+        return self.parent_entry
+
+
+class Pending:
+    """Which families are being written, by the first 8 bytes of their identity and by member.
+
+    Two identities with the same first 8 bytes are told apart by nobody here: a writer is told to wait in vain
+    once in 2^64.
+    """
+
+    def __init__(self) -> None:
+        self._by_member: dict[int, dict[int, int]] = {}  # member index -> key8 -> how many items
+        self._shared_count = 0  # keys with more than one item
+
+    def add(self, member: int, key8s: Iterable[int]) -> None:
+        """Items of these families are live now."""
+        keys = list(key8s)
+        counts = self._by_member.setdefault(member, {})
+        fresh = dict.fromkeys(keys, 1)
+        if len(fresh) == len(keys) and counts.keys().isdisjoint(fresh):
+            counts.update(fresh)
+            return
+        for key in keys:
+            have = counts.get(key, 0)
+            counts[key] = have + 1
+            self._shared_count += have == 1
+
+    def remove(self, member: int, key8s: Iterable[int]) -> None:
+        """So many items of these families are not live any more."""
+        counts = self._by_member[member]
+        if not self._shared_count:
+            for key in key8s:
+                del counts[key]
+            return
+        for key in key8s:
+            have = counts[key]
+            if have == 1:
+                del counts[key]
+            else:
+                counts[key] = have - 1
+                self._shared_count -= have == 2
+
+    def has(self, member: int, key8: int) -> bool:
+        """Whether somebody writes this member of the family."""
+        counts = self._by_member.get(member)
+        return counts is not None and key8 in counts
+
+    def has_any(self, key8: int) -> bool:
+        """Whether somebody writes any member of the family."""
+        return any(key8 in counts for counts in self._by_member.values())
+
+    def counts(self) -> dict[tuple[int, int], int]:
+        """(member, key8) -> items (for checks)."""
+        return {(m, key): count for m, counts in self._by_member.items() for key, count in counts.items()}
+
+
+class Reservations:
+    """All live reservations."""
+
+    def __init__(self) -> None:
+        self.live: dict[int, Reservation] = {}
+        self.of_client: dict[int, dict[int, None]] = {}
+        self.pending = Pending()
+        self._last_number = 0
+
+    def next_number(self) -> int:
+        """A number that was never used before, from 1."""
+        self._last_number += 1
+        return self._last_number
+
+    def is_pending(self, key8: int) -> bool:
+        """Whether a live reservation writes a member of this family."""
+        return self.pending.has_any(key8)
+
+    def add(self, reservation: Reservation) -> None:
+        """The reservation is granted."""
+        self.live[reservation.number] = reservation
+        self.of_client.setdefault(reservation.client, {})[reservation.number] = None
+        n, m = reservation.families_count, reservation.members_count
+        whole = reservation.live_count == n * m
+        for at, member in enumerate(reservation.members):
+            keys: Iterable[int] = reservation.key8s
+            if not whole:
+                keys = (k for k, state in zip(keys, reservation.states[at::m], strict=True) if state)
+            self.pending.add(member.index, keys)
+
+    def end(self, reservation: Reservation) -> None:
+        """No item is live any more."""
+        del self.live[reservation.number]
+        mine = self.of_client[reservation.client]
+        del mine[reservation.number]
+        if not mine:
+            del self.of_client[reservation.client]
+
+    def not_live(self, reservation: Reservation, items: Iterable[int]) -> None:
+        """These live items are published or given back."""
+        m, key8s, states = reservation.members_count, reservation.key8s, reservation.states
+        if m == 1 and isinstance(items, range):
+            states[items.start : items.stop] = bytes(len(items))
+            keys = key8s[items.start : items.stop]
+            self.pending.remove(reservation.members[0].index, keys)
+            reservation.live_count -= len(items)
+            return
+        count = 0
+        by_member: dict[int, list[int]] = {}
+        for item in items:
+            states[item] = 0
+            by_member.setdefault(item % m, []).append(key8s[item // m])
+            count += 1
+        for at, found in by_member.items():
+            self.pending.remove(reservation.members[at].index, found)
+        reservation.live_count -= count
+
+    def forget(self, runs: set[int], entries: set[int]) -> None:
+        """These runs and families were withdrawn under the reservations that had claimed them."""
+        for reservation in self.live.values():
+            reservation.claimed = [run for run in reservation.claimed if run not in runs]
+            if reservation.parent_entry in entries:
+                reservation.parent_entry = NONE
+            known = reservation.entries
+            for family, entry in enumerate(known):
+                if entry in entries:
+                    known[family] = NONE
+
+
+def check(event: Reserve) -> int:
+    """How many families are asked for; UsageError if the batch is not what the protocol allows."""
+    n, rest = divmod(len(event.keys), limits.identity_bytes)
+    m = len(event.members)
+    if rest or not n or not m:
+        raise UsageError(
+            f"a reservation of {len(event.keys)} B of keys × {m} members: at least one family of 32 B keys and one member",
+            code="batch", key_bytes=len(event.keys), members=m,
+        )  # fmt: skip
+    if n * m > limits.batch_items_max:
+        raise UsageError(
+            f"a reservation of {n} families × {m} members has {n * m} items, at most {limits.batch_items_max}: split it",
+            code="batch", families=n, members=m, items_max=limits.batch_items_max,
+        )  # fmt: skip
+    if not 1 <= event.family_members <= limits.members_per_family_max:
+        raise UsageError(
+            f"a family of {event.family_members} members is outside 1 … {limits.members_per_family_max}",
+            code="family", family_members=event.family_members,
+        )  # fmt: skip
+    if not 0 <= event.namespace < limits.namespaces_max:
+        raise UsageError(
+            f"namespace {event.namespace} is not known", code="namespace", namespace=event.namespace
+        )
+    if not 0 <= event.split <= 0xFFFF:
+        raise UsageError(f"split {event.split} is outside 0 … 65535", code="split", split=event.split)
+    seen = 0
+    for member in event.members:
+        if member.index >= event.family_members or seen >> member.index & 1:
+            raise UsageError(
+                f"member {member.index} is named twice or is outside a family of {event.family_members}",
+                code="member", index=member.index, family_members=event.family_members,
+            )  # fmt: skip
+        seen |= 1 << member.index
+    return n

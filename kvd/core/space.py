@@ -1,0 +1,265 @@
+"""Makes room: takes what is free, and says which families leave when that is not enough.
+
+Owned by `Core`. `Space` proposes plans and allocates; what leaves is carried out by `Leaving`. A `Want` is
+one reservation on its way to its slots. Each plan either frees something or finds all it named held, and what
+was found held is not named again for the same want: so a want ends after a bounded number of plans.
+
+Order, for the slots of each size class: free slots; free frames; the coldest run, if it has slots of that
+class; else the cheapest window of frames around the coldest family. Entries and records are found by the
+coldest runs.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from kvd.core.columns import Numbers
+from kvd.core.events import Reason
+from kvd.core.forest import Forest
+from kvd.core.policy import HARD
+from kvd.core.reservations import Reservations
+from kvd.core.slots import SizeClass, Slab, Slots
+
+# What may leave beyond what is wanted, to make fewer and larger evictions: never more than this part of all
+# families.
+surplus_divisor = 128
+windows_tried_max = 256  # around so many slabs a window is looked for, for one want
+
+
+@dataclass(slots=True)
+class Plan:
+    """Families that are to leave together, and the tail cuts of runs that this means, suffixes before prefixes."""
+
+    entries: array[int]
+    cuts: list[tuple[int, int]]  # run, how many families from its tail
+    reason: Reason
+    withdraw: bool = False
+
+
+@dataclass(slots=True)
+class Want:
+    """What one reservation needs, and how far it got."""
+
+    entries_count: int
+    records_count: int
+    classes: list[tuple[SizeClass, int]]  # one per member
+    taken: list[array[int]] = field(
+        default_factory=list
+    )  # places, one column per member, as far as they were found
+    tried: set[int] = field(default_factory=set)  # runs found held, or that could not give what was wanted
+    avoid: set[int] = field(default_factory=set)  # slabs that cannot be cleared
+    hopeless: set[int] = field(default_factory=set)  # slabs around which there is no window
+    limbo_tried: bool = False
+    evicted_families: int = 0
+    evicted_bytes: int = 0
+    held_bytes: int = 0
+
+
+class Space:
+    """Room for entries, records and slots."""
+
+    def __init__(
+        self, forest: Forest, slots: Slots, records: Numbers, reservations: Reservations, batch_families: int,
+        partial_grace_ns: int,
+    ) -> None:  # fmt: skip
+        self._forest = forest
+        self._slots = slots
+        self._records = records
+        self._reservations = reservations
+        self._batch_families = batch_families
+        self._partial_grace_ns = partial_grace_ns
+
+    def take(self, want: Want) -> tuple[Reason, SizeClass | None, int] | None:
+        """Take what is free. None: the want is satisfied. Otherwise what is short, of which class, and how many."""
+        short = want.entries_count - self._forest.entries_free_count
+        if short > 0:
+            return Reason.ENTRIES, None, short
+        short = want.records_count - self._records.free_count
+        if short > 0:
+            return Reason.RECORDS, None, short
+        while len(want.taken) < len(want.classes):
+            want.taken.append(array("Q"))
+        for places, (size_class, count) in zip(want.taken, want.classes, strict=True):
+            short = count - len(places)
+            if short:
+                places.extend(self._slots.take(size_class, short))
+                short = count - len(places)
+                if short:
+                    return Reason.SPACE, size_class, short
+        return None
+
+    def give_up(self, want: Want) -> None:
+        """Give back what a want that cannot be satisfied had taken."""
+        for places in want.taken:
+            self._slots.give(places, reserved=True)
+        want.taken.clear()
+
+    def plan(
+        self, want: Want, reason: Reason, size_class: SizeClass | None, count: int, now_ns: int
+    ) -> Plan | None:
+        """Who leaves next, so that `count` slots of the class (or entries, or records) become free. None: nobody can."""
+        forest = self._forest
+        if forest.partial:
+            plan = self._plan_partial(want, count, now_ns)
+            if plan is not None:
+                return plan
+        surplus = min(self._batch_families, forest.entries.used_count // surplus_divisor)
+        families_wanted = max(count, surplus)
+        planned: dict[int, int] = {}
+        chosen: array[int] = array("I")
+        for run in forest.policy.victims():
+            if run in want.tried or not self._may_leave(run, planned):
+                continue
+            if size_class is not None and not forest.has_class(run, size_class.number):
+                if planned:
+                    break  # first what is colder than this one
+                window = self._plan_window(want, run, size_class)
+                if window is not None:
+                    return window
+                want.tried.add(run)
+                continue
+            members = forest.members[run]
+            some = min(len(members), families_wanted - len(chosen))
+            planned[run] = some
+            chosen.extend(members[-some:])
+            if len(chosen) >= families_wanted:
+                break
+        if not chosen:
+            return None
+        return Plan(chosen, list(planned.items()), reason)
+
+    def subtree(self, starts: dict[int, int], reason: Reason) -> Plan:
+        """These runs from these positions on, and everything behind them."""
+        forest = self._forest
+        cuts = {run: len(forest.members[run]) - start for run, start in starts.items()}
+        for run in starts:
+            for behind in forest.behind(run):
+                cuts[behind] = len(forest.members[behind])
+        depth = {run: sum(1 for _ in forest.path(run)) for run in cuts}
+        ordered = sorted(cuts.items(), key=lambda cut: -depth[cut[0]])
+        entries: array[int] = array("I")
+        for run, count in ordered:
+            entries.extend(forest.members[run][-count:])
+        return Plan(entries, ordered, reason)
+
+    # -- inside
+    # --------------------------------------------------------------------------------------------------------
+
+    def _may_leave(self, run: int, planned: dict[int, int]) -> bool:
+        """Nothing stays behind the run: it has no children and claims, or all of them leave with this plan."""
+        forest = self._forest
+        if run in forest.claims:
+            return False
+        return all(planned.get(child) == len(forest.members[child]) for child in forest.children(run))
+
+    def _plan_partial(self, want: Want, count: int, now_ns: int) -> Plan | None:
+        """Families that were never completed, nobody is writing the rest of, and that had their time."""
+        forest = self._forest
+        is_pending = self._reservations.is_pending
+        for entry in forest.partial:
+            run = forest.run_of[entry]
+            if now_ns - forest.touched_ns[run] < self._partial_grace_ns:
+                break  # the oldest stand first; a rank publishes its member a moment after another
+            if run in want.tried or is_pending(forest.key8_of[entry]) or forest.policy.list_of[run] == HARD:
+                continue
+            plan = self.subtree({run: forest.members[run].index(entry)}, Reason.PARTIAL)
+            if not self._is_blocked(want, plan):
+                return plan
+            want.tried.add(run)
+        return None
+
+    def _is_blocked(self, want: Want, plan: Plan) -> bool:
+        forest = self._forest
+        list_of, claims = forest.policy.list_of, forest.claims
+        return any(run in claims or run in want.tried or list_of[run] == HARD for run, _ in plan.cuts)
+
+    def _plan_window(self, want: Want, run: int, size_class: SizeClass) -> Plan | None:
+        """Clear the cheapest window of frames around the coldest family of the run, for a slab of the class."""
+        forest = self._forest
+        home = self._slots.slab(forest.home_of[forest.members[run][-1]])
+        if home.number in want.hopeless or len(want.hopeless) >= windows_tried_max:
+            return None
+        while home.number not in want.avoid:
+            slabs = self._cheapest_window(want, home, size_class.slab_frames)
+            if slabs is None:
+                break
+            plan = self._clearing(want, slabs)
+            if plan is not None:
+                return plan
+        want.hopeless.add(home.number)
+        return None
+
+    def _cheapest_window(self, want: Want, home: Slab, frames_count: int) -> list[Slab] | None:
+        """Slabs of the window that has fewest published bytes, of those around `home` that could be cleared."""
+        blocks = self._around(want, home, frames_count)
+        best: list[Slab] | None = None
+        best_bytes = 0
+        begin, frames, size_bytes = 0, 0, 0
+        for end, (_, count, slab) in enumerate(blocks):
+            frames += count
+            size_bytes += _published_bytes(slab)
+            while frames - blocks[begin][1] >= frames_count:
+                frames -= blocks[begin][1]
+                size_bytes -= _published_bytes(blocks[begin][2])
+                begin += 1
+            if frames >= frames_count:
+                window = [block[2] for block in blocks[begin : end + 1] if block[2] is not None]
+                if home in window and (best is None or size_bytes < best_bytes):
+                    best, best_bytes = window, size_bytes
+        return best
+
+    def _around(self, want: Want, home: Slab, frames_count: int) -> list[tuple[int, int, Slab | None]]:
+        """Neighbouring blocks (first frame, frames, slab or None if free) on both sides of `home`, none that must stay."""
+        if home.reserved_count:
+            return []
+        frames, slab_at = self._slots.frames, self._slots.slab_at
+        home_frames = home.size_class.slab_frames
+        reach = frames_count - home_frames
+        left: list[tuple[int, int, Slab | None]] = []
+        at = home.frame
+        while home.frame - at < reach:
+            slab = slab_at.get(at - 1)
+            count = slab.size_class.slab_frames if slab is not None else frames.ending.get(at, 0)
+            if not count or (slab is not None and (slab.reserved_count or slab.number in want.avoid)):
+                break
+            at -= count
+            left.append((at, count, slab))
+        left.reverse()
+        right: list[tuple[int, int, Slab | None]] = []
+        at = begin = home.frame + home_frames
+        while at - begin < reach:
+            slab = slab_at.get(at)
+            count = slab.size_class.slab_frames if slab is not None else frames.beginning.get(at, 0)
+            if not count or (slab is not None and (slab.reserved_count or slab.number in want.avoid)):
+                break
+            right.append((at, count, slab))
+            at += count
+        return [*left, (home.frame, home_frames, home), *right]
+
+    def _clearing(self, want: Want, slabs: list[Slab]) -> Plan | None:
+        """All families of these slabs, with what lies behind them; None (and a slab to avoid) if one of them must stay."""
+        forest = self._forest
+        starts: dict[int, int] = {}
+        for slab in slabs:
+            families = slab.families()
+            by_run: dict[int, list[int]] = {}
+            for entry in families:
+                if not forest.is_used(entry):  # in limbo
+                    want.avoid.add(slab.number)
+                    return None
+                by_run.setdefault(forest.run_of[entry], []).append(entry)
+            mine: dict[int, int] = {}
+            for run, entries in by_run.items():
+                wanted = set(entries)
+                mine[run] = next(at for at, entry in enumerate(forest.members[run]) if entry in wanted)
+            if self._is_blocked(want, self.subtree(mine, Reason.WINDOW)):
+                want.avoid.add(slab.number)
+                return None
+            for run, at in mine.items():
+                starts[run] = min(at, starts.get(run, at))
+        return self.subtree(starts, Reason.WINDOW)
+
+
+def _published_bytes(slab: Slab | None) -> int:
+    return 0 if slab is None else slab.published_count * slab.size_class.slot_bytes
