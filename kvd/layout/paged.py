@@ -3,17 +3,18 @@
 Pure. A layout belongs to the registration of one engine rank, never to a namespace: objects have one
 canonical format, so that engines with different layouts share them. Axes, written outermost first:
 
-    L layer    B block    P plane (K, V, scales …)    H head    N token in block    D element    C = PD:
-    planes side by side
+    L layer    B block    P plane (K, V, scales …)    H head    N token in block    D element
+    C = PD: the planes side by side
 
     "LBHNC"   vLLM, one [blocks, heads, block, K|V] tensor a layer       separate="L"
     "LBNHC"   vLLM on GPUs                                               separate="L"
     "BLHNC"   vLLM, blocks outermost: a block is contiguous across layers
     "LBPHND"  [blocks, 2, heads, block, dim]                             separate="L"
     "LPBNHD"  [2, blocks, block, heads, dim]                             separate="L"
-    "PLBNHD"  SGLang layer_first     "PBNLHD" page_first     "PBLNHD" page_first_direct
-    "LPHBND"  Transformers: K and V [heads, tokens, dim] of each layer   separate="LP"; "block" b is tokens b
-    n …
+    "PLBNHD"  SGLang layer_first, "PBNLHD" page_first, "PBLNHD" page_first_direct, "PBHNLD" page_head; for latent
+              caches "LBNHC", "BNLHC", "BLNHC"
+    "LPHBND"  Transformers: K and V [heads, tokens, dim] of each layer   separate="LP"
+              ("block" b is the b-th stretch of block_tokens tokens)
 
 Axes in `separate` are not in the memory at all: each of their values has a tensor of its own, numbered in
 the order of the letters. Strides are those of a dense array unless given. Block tables, copy-on-write and
@@ -50,6 +51,10 @@ NAMED: Final[Mapping[str, tuple[str, str]]] = {
     "sglang-layer-first": ("PLBNHD", ""),
     "sglang-page-first": ("PBNLHD", ""),
     "sglang-page-first-direct": ("PBLNHD", ""),
+    "sglang-page-head": ("PBHNLD", ""),
+    "sglang-mla-layer-first": ("LBNHC", ""),
+    "sglang-mla-page-first": ("BNLHC", ""),
+    "sglang-mla-page-first-direct": ("BLNHC", ""),
     "transformers": ("LPHBND", "LP"),
 }
 """Names of common layouts: (order, separate)."""

@@ -85,6 +85,8 @@ def _qwen(head_dim: int | None) -> Callable[[Fields, Types], list[Group]]:
         kinds = fields.listed("layer_types", KINDS)
         if kinds is None and window is None:
             kinds = ["full"] * layers
+        if kinds is None and fields.model_type == "qwen3_moe":
+            kinds = ["window"] * layers  # its class slides in every layer, whatever max_window_layers says
         if kinds is None:
             first = fields.mapping.get("max_window_layers")
             if isinstance(first, bool) or not isinstance(first, int) or first < 0:
@@ -100,8 +102,6 @@ def _qwen(head_dim: int | None) -> Callable[[Fields, Types], list[Group]]:
 
 
 def _qwen_kinds(model_type: str, layers: int, first: int) -> list[str]:
-    if model_type == "qwen3_moe":
-        return ["window"] * layers  # its class slides in every layer, max_window_layers or not
     if model_type == "qwen2_moe":
         return ["window" if layer % 2 == 0 and layer < first else "full" for layer in range(layers)]
     return ["window" if layer >= first else "full" for layer in range(layers)]
@@ -169,7 +169,10 @@ def mla(fields: Fields, types: Types) -> list[Group]:
 
 
 def falcon(fields: Fields, types: Types) -> list[Group]:
-    """Falcon: `num_kv_heads` counts only in the new decoder architecture; multi_query means one KV head."""
+    """Falcon: `num_kv_heads` counts only in the new decoder architecture; multi_query means one KV head.
+
+    With the new architecture Transformers repeats K and V for every query head; engines keep the KV heads, as here.
+    """
     heads = fields.heads()
     if fields.flag("new_decoder_architecture", False):
         kv_heads = fields.number("num_kv_heads", "n_head_kv", most=HEADS_MAX, default=heads)
