@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from kvd.config import Config
 from kvd.core import events as ev
+from kvd.core.report import FamilyRow
 from kvd.errors import KvdError, UsageError
 from kvd.probe import hugepages, memory, numa
 from kvd.server import logs
@@ -25,6 +26,7 @@ from kvd.server.peer import Peer
 from kvd.server.report import Report
 from kvd.server.runner import Runner
 from kvd.server.supervise import Guard
+from kvd.shm.layout import EntryState
 
 LS_LIMIT_MAX: Final = 1000
 SCAN_STEP: Final = 1024
@@ -145,18 +147,8 @@ class Admin:
         limit = params.get("limit", 100)
         if not 1 <= limit <= LS_LIMIT_MAX or start < 0:
             raise UsageError(f"ls: limit is 1 … {LS_LIMIT_MAX}, start is not negative", code="params")
-        rows: list[dict[str, object]] = []
-
-        def visit(entries: array[int]) -> int | None:
-            for entry in entries:
-                if namespace is not None and self._domain.core.namespace_of(entry) != namespace:
-                    continue
-                if len(rows) == limit:
-                    return entry
-                rows.append(self._row(entry))
-            return None
-
-        self._scan(start, visit, lambda at: done({"families": rows, "next": at}))
+        rows, following = self._domain.core.families(namespace, start, limit)
+        done({"families": [self._row(row) for row in rows], "next": following})
 
     def _inspect(self, params: Mapping[str, Any], done: Done) -> None:
         def found(outcome: int | KvdError) -> None:
@@ -164,7 +156,8 @@ class Admin:
                 done(outcome)
                 return
             entry = self._domain.table.entry(outcome)
-            row = self._row(outcome)
+            rows, _ = self._domain.core.families(None, outcome, 1)
+            row = self._row(rows[0])
             row["members"] = [
                 {
                     **member,
@@ -182,17 +175,20 @@ class Admin:
 
         self._find(params["key"], found)
 
-    def _row(self, number: int) -> dict[str, object]:
-        entry = self._domain.table.entry(number)
+    def _row(self, family: FamilyRow) -> dict[str, object]:
+        entry = self._domain.table.entry(family.entry)
         return {
-            "entry": number,
+            "entry": family.entry,
             "key": entry["key"].hex(),
-            "namespace": self._domain.core.namespace_of(number),
-            "generation": entry["generation"],
-            "members": len(entry["members"]),
+            "namespace": family.namespace,
+            "depth": family.depth,
+            "size_bytes": family.bytes,
+            "idle_s": round((self._domain.clock.now_ns() - family.touched_ns) / 1e9, 1),
+            "pin": _pin_name(family.pinned),
+            "missing": family.missing,
             "members_count": entry["members_count"],
-            "size_bytes": sum(member["size_bytes"] for member in entry["members"]),
-            "pin": self._report.pin_flags(entry["flags"]),
+            "generation": entry["generation"],
+            "state": EntryState(entry["state"]).name.lower(),
         }
 
     # --- changing
@@ -296,6 +292,12 @@ def _check_params(name: str, method: Method, params: Mapping[str, Any]) -> None:
     for key in method.required:
         if key not in params:
             raise UsageError(f"{name} needs the parameter {key!r}", code="params", param=key)
+
+
+def _pin_name(kind: int) -> str:
+    if kind & ev.PinKind.HARD:
+        return "hard"
+    return "soft" if kind & ev.PinKind.SOFT else "none"
 
 
 def _outcome(reply: ev.AdminReply | ev.ErrorReply) -> object:

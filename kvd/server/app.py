@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from kvd import limits
 from kvd.config import Config, Sizes, format_size
 from kvd.core import events as ev
 from kvd.errors import CapacityError, ConfigError, KvdError
@@ -227,7 +228,7 @@ class App:
 
     async def _tick(self) -> None:
         """Once a second: the loop proves that it turns, recency and leases are looked at, status is told."""
-        while True:  # noqa: ASYNC110 - a clock, not a wait for something
+        while True:
             self.watchdog.beat()
             self.runner.tick()
             line = self.report.line()
@@ -290,7 +291,8 @@ def check_host(config: Config, sizes: Sizes) -> None:
             )  # fmt: skip
     if config.pool.huge_pages == "hugetlb":
         facts = hugepages.facts()
-        offered_bytes = (facts.hugetlb_free_count + facts.hugetlb_overcommit_count) * 2 * 1024 * 1024
+        wanted_count = sizes.pool_bytes // limits.frame_bytes
+        offered_bytes = (facts.hugetlb_free_count + facts.hugetlb_overcommit_count) * limits.frame_bytes
         if config.pool.backing == "posix":
             raise ConfigError(
                 "pool.huge_pages = \"hugetlb\" needs pool.backing = \"memfd\"",
@@ -298,7 +300,7 @@ def check_host(config: Config, sizes: Sizes) -> None:
             )  # fmt: skip
         if offered_bytes < sizes.pool_bytes:
             raise ConfigError(
-                f"pool.huge_pages = \"hugetlb\" needs {sizes.pool_bytes // (2 * 1024 * 1024)} free huge pages of 2 MiB, "
+                f"pool.huge_pages = \"hugetlb\" needs {wanted_count} free huge pages of 2 MiB; "
                 f"there are {facts.hugetlb_free_count}; set vm.nr_hugepages, or pool.huge_pages = \"auto\"",
                 code="hugepages", key="pool.huge_pages", value="hugetlb", free_count=facts.hugetlb_free_count,
             )  # fmt: skip

@@ -231,7 +231,7 @@ def create(
     finally:
         os.close(meta_rw_fd)
     for segment in made:
-        table.map_segment(segment.number, segment.fd, segment.sealed)
+        table.map_segment(segment.number, segment.fd, sealed=segment.sealed)
         kind = pool.PageKind.HUGETLB if segment.hugetlb else pool.PageKind.SMALL
         table.set_segment(segment.number, 0, kind, segment.inode)
     core = Core(core_config(config), sizes.families_max, sizes.records_max, list(sizes.segments_bytes))

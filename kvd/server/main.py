@@ -6,7 +6,6 @@ Exit codes: 0 stopped as asked, 2 wrong command line, 69 another daemon is there
 
 from __future__ import annotations
 
-import asyncio
 import os
 import resource
 import sys
@@ -79,14 +78,10 @@ def serve(config: ConfigOption = None) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        code = daemon.run(loaded, sized(loaded), os.environ, _loop_factory(uvloop.new_event_loop))
+        code = daemon.run(loaded, sized(loaded), os.environ, uvloop.new_event_loop)
     except KvdError as error:
         raise _fail(error) from None
     raise typer.Exit(code)
-
-
-def _loop_factory(factory: object) -> type[asyncio.AbstractEventLoop]:
-    return factory  # type: ignore[return-value]
 
 
 @app.command()

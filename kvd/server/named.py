@@ -1,8 +1,8 @@
 """Things with names that outlive a process unless they are removed: the socket file and named POSIX memory.
 
 Owns the lock files that say who is responsible. A lock (flock) ends with its process, however that ends, so that the
-next daemon knows for certain whether the names it finds are stale. Invariants: a name is removed only by who holds its lock;
-two daemons that start at once cannot both take one socket or one set of names.
+next daemon knows for certain whether the names it finds are stale. Invariants: a name is removed only by who
+holds its lock; two daemons that start at once cannot both take one socket or one set of names.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from kvd.config import Config, format_size
-from kvd.core import events as ev
+from kvd.errors import InvariantError
 from kvd.server.clients import Client, Clients
 from kvd.server.domain import Domain
 from kvd.server.metrics import Series
@@ -72,7 +72,7 @@ class Report:
             "socket": self._config.server.socket,
             "domain": domain.name,
             "pool": self._pool(),
-            "core": domain.core.status(),
+            "core": self._core(),
             "meta_bytes": domain.table.meta_bytes,
             "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "clients": {
@@ -82,19 +82,36 @@ class Report:
                 "leases": sum(client.leases for client in self._clients.by_slot.values()),
                 "leased_bytes": sum(client.leased_bytes for client in self._clients.by_slot.values()),
             },
-            "namespaces": [
+            "namespaces": self._namespaces(),
+            "lookups": dict(zip(CLIENT_COUNTERS, self._client_counters(), strict=True)),
+            "counters": self._counters(),
+        }
+
+    def _core(self) -> dict[str, object]:
+        """The core's statistics; what it says of namespaces is in `_namespaces`."""
+        statistics = self._domain.core.statistics()
+        statistics.pop("namespaces", None)
+        return statistics
+
+    def _namespaces(self) -> list[dict[str, object]]:
+        used = self._domain.core.statistics()["namespaces"]
+        if not isinstance(used, dict):
+            raise InvariantError("the core lists namespaces as a map")
+        rows: list[dict[str, object]] = []
+        for item in self._domain.namespaces.values():
+            row = used.get(item.number, {"families": 0, "bytes": 0})
+            rows.append(
                 {
                     "number": item.number,
                     "root": item.root.hex(),
                     "label": item.label,
                     "model": item.model,
                     "tenant": item.tenant,
+                    "families": row["families"],
+                    "bytes": row["bytes"],
                 }
-                for item in domain.namespaces.values()
-            ],
-            "lookups": dict(zip(CLIENT_COUNTERS, self._client_counters(), strict=True)),
-            "counters": self._counters(),
-        }
+            )
+        return rows
 
     def health(self) -> dict[str, object]:
         """State of every part."""
@@ -246,12 +263,14 @@ class Report:
             ("leased_bytes", "Bytes leased, as of the last second.", sum(client.leased_bytes for client in clients)),
         ):  # fmt: skip
             yield Series(f"kvd_{name}", "gauge", meaning, [({}, value)])
-        for name, value in self._domain.core.status().items():
-            if isinstance(value, int | float):
-                yield Series(f"kvd_core_{name}", "gauge", f"{name.replace('_', ' ')}.", [({}, value)])
+        for name, number in _flat(self._core()):
+            yield Series(f"kvd_{name}", "gauge", f"{name.replace('_', ' ')}.", [({}, number)])
 
-    def pin_flags(self, flags: int) -> str:
-        """soft, hard or none."""
-        if flags & ev.PinKind.HARD:
-            return "hard"
-        return "soft" if flags & ev.PinKind.SOFT else "none"
+
+def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """(name, number) of every number in nested maps; lists, which come and go, are left out."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}_")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{name}", value
