@@ -130,7 +130,7 @@ class Administration:
         books.effects.append(AdminReply(event.op, result))
 
     def _clear_plans(self, namespace: int | None, began_ns: int, stays: dict[int, str]) -> Iterator[Plan]:
-        """Plans for one pass over the runs of the namespace; fills `stays` with what does not leave, and why."""
+        """One pass over the runs of the namespace; fills `stays` with what does not leave, and why."""
         forest = self._books.forest
         snapshot: array[int] = array("I")
         for in_list in range(lists_count):

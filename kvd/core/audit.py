@@ -1,4 +1,4 @@
-"""Every invariant of the core, checked over all of its books. For tests: its cost grows with what is stored."""
+"""Every invariant of the core, checked over all of its books. Its cost grows with what is stored."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def grow(column: array[int], rows_count: int, fill: int) -> None:
 
 
 class Numbers:
-    """Numbers `begin` … `end - 1`, each free or given out. Those given back are handed out again first, last in first."""
+    """Numbers `begin` … `end - 1`, each free or given out. What came back last is handed out first."""
 
     __slots__ = ("_returned", "begin", "end", "fresh")
 

@@ -88,7 +88,7 @@ class Core:
     # ------------------------------------------------------------------------------------------------------
 
     def step(self, now_ns: int, event: Event) -> list[Effect]:
-        """Take one event and say what is to be done. InvariantError: the books disagree, the daemon must stop."""
+        """Take one event and say what is to be done. InvariantError: the books disagree, stop the daemon."""
         books = self._books
         books.now_ns = now_ns
         effects: list[Effect] = []
@@ -199,7 +199,7 @@ class Core:
         return self._books.journal.explain(request_hash, now_ns)
 
     def miss_cause(self, key8: int, now_ns: int) -> str:
-        """Why the family whose identity begins with these 8 bytes (little endian) is not there, for people."""
+        """Why the family whose identity begins with these 8 bytes (little endian) is not there."""
         return report.miss_cause(self._books, key8, now_ns)
 
     def families(

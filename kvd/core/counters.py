@@ -1,4 +1,4 @@
-"""Every counter of the core by name, at 0 from the start, so that no series is missing before its first event.
+"""Every counter of the core by name, at 0 from the start: no series is missing before its first event.
 
 Owned by `Core`, changed by its parts in the core's own thread. Counters never fall.
 """

@@ -187,7 +187,7 @@ class Forest:
                 self.partial.pop(entry, None)
 
     def link(self, before: int, entry: int) -> None:
-        """The family `entry` lies directly behind `before`; say so if the forest did not know (it was published first)."""
+        """The family `entry` lies directly behind `before`, which the forest learns late if it came first."""
         run = self.run_of[entry]
         if self.members[run][0] != entry:
             return
@@ -226,7 +226,7 @@ class Forest:
     # -----------------------------------------------------------------------------------------------------
 
     def cut(self, run: int, count: int) -> int:
-        """The last `count` families of the run have left; returns their bytes. The run goes with the last of them."""
+        """The last `count` families of the run have left, and the run with its last; returns their bytes."""
         members = self.members[run]
         run_of = self.run_of
         if count == len(members):
@@ -251,7 +251,7 @@ class Forest:
         return size_bytes
 
     def cut_around(self, run: int, count: int, staying: set[int]) -> list[int]:
-        """As `cut`, but these entries stay. Returns the runs they are in now; each is one piece without a hole."""
+        """As `cut`, but these entries stay. Returns the runs they are in now, none with a hole."""
         members = self.members[run]
         edge = len(members) - count
         pieces: list[array[int]] = []
@@ -284,7 +284,7 @@ class Forest:
         return [one for one in found if any(entry in staying for entry in self.members[one])]
 
     def split(self, run: int, count: int) -> int:
-        """Make the first `count` families a run of their own, which is returned; the rest keeps number, rank and children."""
+        """Make the first `count` families a new run (returned); the rest keeps number, rank and children."""
         members = self.members[run]
         if not 0 < count < len(members):
             raise InvariantError(

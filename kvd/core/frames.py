@@ -38,7 +38,7 @@ class Frames:
         self._insert(frame, count)
 
     def take(self, count: int) -> int | None:
-        """The first of `count` neighbouring frames out of the smallest extent that has them; None if there is none."""
+        """The first of `count` neighbouring frames, out of the smallest extent that has them, or None."""
         at = bisect_left(self._lengths, count)
         if at == len(self._lengths):
             return None

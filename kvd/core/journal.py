@@ -46,8 +46,8 @@ class RequestRecord:
     """What one request did."""
 
     __slots__ = (
-        "aborted", "errors", "evicted_bytes", "evicted_families", "first_ns", "granted", "last_ns", "pending", "present",
-        "published", "reserved_bytes", "touches", "touches_count",
+        "aborted", "errors", "evicted_bytes", "evicted_families", "first_ns", "granted", "last_ns", "pending",
+        "present", "published", "reserved_bytes", "touches", "touches_count",
     )  # fmt: skip
 
     def __init__(self, now_ns: int) -> None:

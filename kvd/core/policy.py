@@ -50,7 +50,7 @@ class Policy(Protocol):
         """The run is gone."""
 
     def refreshed(self, run: int) -> None:
-        """The run becomes the warmest of its list: written behind, found held, or asked for again by its own request."""
+        """The run becomes the warmest of its list: written behind, held, or asked for by its own request."""
 
     def reused(self, run: int, size_bytes: int) -> None:
         """Another request asked for the run."""
@@ -149,7 +149,7 @@ class Lru:
 
 
 class Slru(Lru):
-    """Runs that another request asked for are protected, up to a share of the pool; the coldest of them fall back.
+    """Runs that another request asked for are protected, up to a share of the pool; the coldest fall back.
 
     Written once and never asked for again is the common case: such runs leave from probation and do not wash
     out the rest.

@@ -1,4 +1,4 @@
-"""What the core says about itself: statistics, listings, why a request missed. Reads the books, changes nothing."""
+"""What the core says about itself: statistics, listings, why a request missed. Changes nothing."""
 
 from __future__ import annotations
 

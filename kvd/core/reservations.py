@@ -239,12 +239,12 @@ def check(event: Reserve) -> int:
     m = len(event.members)
     if rest or not n or not m:
         raise UsageError(
-            f"a reservation of {len(event.keys)} B of keys × {m} members: at least one family of 32 B keys and one member",
+            f"a reservation of {len(event.keys)} B of keys × {m} members: name at least one key of 32 B and one member",
             code="batch", key_bytes=len(event.keys), members=m,
         )  # fmt: skip
     if n * m > limits.batch_items_max:
         raise UsageError(
-            f"a reservation of {n} families × {m} members has {n * m} items, at most {limits.batch_items_max}: split it",
+            f"{n} families × {m} members are {n * m} items, at most {limits.batch_items_max} go at once: split the batch",
             code="batch", families=n, members=m, items_max=limits.batch_items_max,
         )  # fmt: skip
     if not 1 <= event.family_members <= limits.members_per_family_max:

@@ -113,7 +113,7 @@ class Slots:
     # ------------------------------------------------------------------------------------------------------
 
     def ready(self, segment: int, begin_bytes: int, end_bytes: int) -> None:
-        """[begin, end) of the segment may be used from now on. InvariantError if it was already, or is not in it."""
+        """[begin, end) of the segment may be used from now on. InvariantError: it was already, or is not in it."""
         size = self.segment_bytes[segment] if 0 <= segment < len(self.segment_bytes) else -1
         whole = begin_bytes % limits.frame_bytes == 0 and (
             end_bytes % limits.frame_bytes == 0 or end_bytes == size
@@ -148,15 +148,15 @@ class Slots:
         frames_max = max(self.segment_frames, default=0)
         if slot_bytes > frames_max << frame_shift:
             raise UsageError(
-                f"an object of {slot_bytes} B does not fit the largest segment ({frames_max << frame_shift} B in whole frames):"
-                " configure larger segments or use smaller chunks",
+                f"an object of {slot_bytes} B does not fit the largest segment, {frames_max << frame_shift} B in whole"
+                " frames: configure larger segments or use smaller chunks",
                 code="object-too-large", size_bytes=slot_bytes, segment_bytes=frames_max << frame_shift,
             )  # fmt: skip
         if not self._class_numbers.free_count:
             unused = next((c for c in self.classes.values() if not c.slabs_count), None)
             if unused is None:
                 raise CapacityError(
-                    f"{limits.size_classes_max} different object sizes are in use: use fewer chunk sizes, or clear a namespace",
+                    f"{limits.size_classes_max} object sizes are in use: use fewer chunk sizes, or clear a namespace",
                     code="size-classes", retry=Retry.AFTER, size_classes_max=limits.size_classes_max,
                 )  # fmt: skip
             del self.classes[unused.slot_bytes]
@@ -201,7 +201,7 @@ class Slots:
         return taken
 
     def publish(self, places: array[int], entries: array[int], home_of: array[int]) -> None:
-        """Reserved places belong to these families from now on; `home_of[entry]` becomes a slab it has a slot in."""
+        """Reserved places belong to these families now; `home_of[entry]` becomes a slab it has a slot in."""
         slab: Slab | None = None
         base = end = count = number = 0
         size = 1
@@ -277,7 +277,7 @@ class Slots:
 
 
 def _slab_frames(slot_bytes: int, frames_max: int) -> int:
-    """The fewest frames of which at most a sixteenth is wasted; the least wasteful number if a segment is too small."""
+    """The fewest frames of which at most a sixteenth is wasted; the least wasteful if segments are small."""
     least = -(-slot_bytes // limits.frame_bytes)
     best, best_waste = least, 1.0
     for frames in range(least, frames_max + 1):

@@ -29,7 +29,7 @@ windows_tried_max = 256  # around so many slabs a window is looked for, for one 
 
 @dataclass(slots=True)
 class Plan:
-    """Families that are to leave together, and the tail cuts of runs that this means, suffixes before prefixes."""
+    """Families that are to leave together, and the tail cuts of runs that this means, suffixes first."""
 
     entries: array[int]
     cuts: list[tuple[int, int]]  # run, how many families from its tail
@@ -71,7 +71,7 @@ class Space:
         self._partial_grace_ns = partial_grace_ns
 
     def take(self, want: Want) -> tuple[Reason, SizeClass | None, int] | None:
-        """Take what is free. None: the want is satisfied. Otherwise what is short, of which class, and how many."""
+        """Take what is free. None: that is all the want needs. Otherwise what is short, of what, how many."""
         short = want.entries_count - self._forest.entries_free_count
         if short > 0:
             return Reason.ENTRIES, None, short
@@ -98,7 +98,7 @@ class Space:
     def plan(
         self, want: Want, reason: Reason, size_class: SizeClass | None, count: int, now_ns: int
     ) -> Plan | None:
-        """Who leaves next, so that `count` slots of the class (or entries, or records) become free. None: nobody can."""
+        """Who leaves next, so that `count` slots of the class (or entries, records) come free. None: nobody."""
         forest = self._forest
         if forest.partial:
             plan = self._plan_partial(want, count, now_ns)
@@ -147,7 +147,7 @@ class Space:
     # --------------------------------------------------------------------------------------------------------
 
     def _may_leave(self, run: int, planned: dict[int, int]) -> bool:
-        """Nothing stays behind the run: it has no children and claims, or all of them leave with this plan."""
+        """Nothing stays behind the run: no claims, and no children but those that leave with this plan."""
         forest = self._forest
         if run in forest.claims:
             return False
@@ -175,7 +175,7 @@ class Space:
         return any(run in claims or run in want.tried or list_of[run] == HARD for run, _ in plan.cuts)
 
     def _plan_window(self, want: Want, run: int, size_class: SizeClass) -> Plan | None:
-        """Clear the cheapest window of frames around the coldest family of the run, for a slab of the class."""
+        """Clear the cheapest window of frames around the run's coldest family, for a slab of the class."""
         forest = self._forest
         home = self._slots.slab(forest.home_of[forest.members[run][-1]])
         if home.number in want.hopeless or len(want.hopeless) >= windows_tried_max:
@@ -191,7 +191,7 @@ class Space:
         return None
 
     def _cheapest_window(self, want: Want, home: Slab, frames_count: int) -> list[Slab] | None:
-        """Slabs of the window that has fewest published bytes, of those around `home` that could be cleared."""
+        """Slabs of the window with the fewest published bytes of those around `home` that could go."""
         blocks = self._around(want, home, frames_count)
         best: list[Slab] | None = None
         best_bytes = 0
@@ -210,7 +210,7 @@ class Space:
         return best
 
     def _around(self, want: Want, home: Slab, frames_count: int) -> list[tuple[int, int, Slab | None]]:
-        """Neighbouring blocks (first frame, frames, slab or None if free) on both sides of `home`, none that must stay."""
+        """Neighbouring blocks around `home` that could go: first frame, frames, slab (None: free)."""
         if home.reserved_count:
             return []
         frames, slab_at = self._slots.frames, self._slots.slab_at
@@ -238,7 +238,7 @@ class Space:
         return [*left, (home.frame, home_frames, home), *right]
 
     def _clearing(self, want: Want, slabs: list[Slab]) -> Plan | None:
-        """All families of these slabs, with what lies behind them; None (and a slab to avoid) if one of them must stay."""
+        """All families of these slabs and what lies behind them; None (and a slab to avoid) if one must stay."""
         forest = self._forest
         starts: dict[int, int] = {}
         for slab in slabs:

@@ -347,7 +347,7 @@ class Writing:
         books = self._books
         books.counters["usage_refusals"] += 1
         error = UsageError(
-            f"items [{event.first}, {event.first + count}) are not within the {items} of reservation {reservation.number}",
+            f"items [{event.first}, {event.first + count}) are not within the {items} of reservation {event.reservation}",
             code="items", first=event.first, count=count, items=items,
         )  # fmt: skip
         books.effects.append(ErrorReply(event.client, event.op, error))
@@ -597,7 +597,7 @@ class Writing:
             books.counters["orphaned"] += len(items)
 
     def _give_back(self, reservation: Reservation, items: Sequence[int]) -> None:
-        """Live items end without being published: slot, record and, with the last item of a family, its promise."""
+        """Live items end unpublished: slot, record and, with the last item of a family, its promise."""
         if not items:
             return
         books = self._books

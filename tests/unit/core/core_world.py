@@ -1,4 +1,4 @@
-"""A world made of dictionaries, in which a Core can be tried: an index, records, memory, clients and their hazards.
+"""A world made of dictionaries, to try a Core in: an index, records, memory, clients and their hazards.
 
 It performs the core's effects as the native table does, and checks on its own what must hold whatever the
 core thinks: a slot is handed out to one holder at a time, no slot of a held family is touched, records and
@@ -209,8 +209,12 @@ class World:
             del self.families[entry]
         self.evictions.append((effect.reason, names))
         return ev.Evicted(
-            effect.token, freed.tobytes(), held.tobytes(), records.tobytes(), places.tobytes(),
-            sizes.tobytes()
+            effect.token,
+            freed.tobytes(),
+            held.tobytes(),
+            records.tobytes(),
+            places.tobytes(),
+            sizes.tobytes(),
         )
 
     # -- what clients and operators do
