@@ -398,7 +398,11 @@ def plan(layout: PagedLayout, group: Group, part: Part) -> PagedPlan:
     they share nothing, UsageError if the object is not whole blocks.
     """
     if group.rule is Rule.STATE:
-        raise UsageError("a state is not paged; describe it as a StateLayout", code="paged", field="group")
+        raise UsageError(
+            "a state is not paged; describe it as a StateLayout (kvd.layout.states)",
+            code="paged",
+            field="group",
+        )
     mine = [(plane.name, plane.dim, plane.dtype) for plane in layout.planes]
     theirs = [(plane.name, plane.dim, plane.dtype) for plane in group.planes]
     if mine != theirs:
@@ -434,13 +438,14 @@ def plan(layout: PagedLayout, group: Group, part: Part) -> PagedPlan:
         for entry in _layer_entries(layout, part, band, layer, layers, heads)
     ]
     slots = part.tokens_count // layout.block_tokens
-    copied = sum(e.run_bytes * _product(e.loops) for e in entries) * slots
+    copied = sum(e.run_bytes * loops_product(e.loops) for e in entries) * slots
     return PagedPlan(
         tuple(entries), slots, layout.block_tokens, part.size_bytes, copied, layout.tensors_count
     )
 
 
-def _product(loops: Sequence[strided.Loop]) -> int:
+def loops_product(loops: Sequence[strided.Loop]) -> int:
+    """Runs that nested loops make."""
     result = 1
     for loop in loops:
         result *= loop[0]
@@ -495,91 +500,6 @@ def _planes_as_loop(layout: PagedLayout, band: BandLayout) -> tuple[int, int] | 
     memory = {layout.plane_offset(k + 1) - layout.plane_offset(k) for k in range(planes - 1)}
     target = {band.plane_offsets[k + 1] - band.plane_offsets[k] for k in range(planes - 1)}
     return (memory.pop(), target.pop()) if len(memory) == len(target) == 1 else None
-
-
-@dataclass(frozen=True, slots=True)
-class StateLayout:
-    """How one engine rank keeps recurrent states: `tensors` for each layer, each [slots, planes one after
-    another].
-
-    A plane is [heads of this rank, row], dense. Transformers: (("conv_x", "conv_b", "conv_c"), ("ssm",)).
-    `planes` are those of the group with the heads this rank holds; tensors are numbered layer by layer.
-    `first_layer` says where this rank's layers begin within the group, `first_heads` the same for the heads
-    of each plane.
-    """
-
-    tensors: tuple[tuple[str, ...], ...]
-    planes: tuple[Plane, ...]
-    layers: int
-    slots: int
-    first_layer: int = 0
-    first_heads: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        named = [name for tensor in self.tensors for name in tensor]
-        if sorted(named) != sorted(plane.name for plane in self.planes):
-            raise UsageError(
-                f"state layout: tensors name {named}, planes are {[p.name for p in self.planes]}; each plane is in "
-                "one tensor",
-                code="paged", field="tensors",
-            )  # fmt: skip
-        count("layers of a state layout", self.layers, LAYERS_MAX)
-        count("slots of a state layout", self.slots, BLOCKS_MAX)
-        if not self.first_heads:
-            object.__setattr__(self, "first_heads", (0,) * len(self.planes))
-        if len(self.first_heads) != len(self.planes):
-            raise UsageError(
-                "state layout: first_heads has one entry a plane", code="paged", field="first_heads"
-            )
-
-    def slot_bytes(self, tensor: int) -> int:
-        """Bytes of one slot of a tensor (0-based within a layer)."""
-        return sum(plane.size_bytes for plane in self.planes if plane.name in self.tensors[tensor])
-
-    def plan(self, group: Group, part: Part) -> PagedPlan:
-        """Copies between one slot and the snapshot `part`; what both hold. Errors as
-        `kvd.layout.paged.plan`.
-        """
-        if [(p.name, p.row_bytes) for p in self.planes] != [(p.name, p.row_bytes) for p in group.planes]:
-            raise CompatibilityError(
-                f"the state layout keeps {[(p.name, p.row_bytes) for p in self.planes]}, objects of group "
-                f"{group.name} have {[(p.name, p.row_bytes) for p in group.planes]}",
-                code="paged",
-            )
-        begin = max(part.layers[0], self.first_layer)
-        end = min(part.layers[1], self.first_layer + self.layers)
-        entries = [entry for layer in range(begin, end) for entry in self._entries(group, part, layer)]
-        if not entries:
-            raise CompatibilityError(f"snapshot {part.index} and this rank share nothing", code="paged")
-        copied = sum(entry.run_bytes * _product(entry.loops) for entry in entries)
-        return PagedPlan(tuple(entries), 1, 0, part.size_bytes, copied, self.layers * len(self.tensors))
-
-    def _entries(self, group: Group, part: Part, layer: int) -> list[Entry]:
-        entries: list[Entry] = []
-        layouts = band_layouts(group, part)
-        for number, (band, described) in enumerate(zip(layouts, group.bands, strict=True)):
-            held = part.band_heads[number]
-            for k, plane in enumerate(described.planes):
-                at = next(i for i, mine in enumerate(self.planes) if mine.name == plane.name)
-                mine, first = self.planes[at], self.first_heads[at]
-                heads = (max(held[0], first), min(held[1], first + mine.heads))
-                if heads[0] >= heads[1]:
-                    continue
-                tensor = next(t for t, names in enumerate(self.tensors) if plane.name in names)
-                names = self.tensors[tensor]
-                before = sum(p.size_bytes for p in self.planes if p.name in names[: names.index(plane.name)])
-                target = (layer - part.layers[0]) * band.layer_stride + band.offset + band.plane_offsets[k]
-                target += (heads[0] - held[0]) * band.head_stride
-                axes = [(heads[1] - heads[0], mine.row_bytes, band.head_stride)]
-                run, loops = strided.reduce(axes, mine.row_bytes)
-                entries.append(
-                    Entry(
-                        (layer - self.first_layer) * len(self.tensors) + tensor,
-                        before + (heads[0] - first) * mine.row_bytes,
-                        self.slot_bytes(tensor), target, 0, run, loops,
-                    )
-                )  # fmt: skip
-        return entries
 
 
 def block_slots(layout: PagedLayout) -> Sequence[tuple[int, int]]:

@@ -14,8 +14,9 @@ from reference import object_bytes, paged_tensors, rows_of
 from kvd.errors import CompatibilityError, InvariantError, UsageError
 from kvd.layout import paged, strided
 from kvd.layout.geometry import Geometry, Group, Plane, Rule, kv_planes
-from kvd.layout.paged import NAMED, PagedLayout, StateLayout
+from kvd.layout.paged import NAMED, PagedLayout
 from kvd.layout.shards import Objects, Split
+from kvd.layout.states import StateLayout
 
 LAYERS, HEADS, BLOCK, CHUNK, BLOCKS = 3, 4, 4, 16, 11
 KV = kv_planes(HEADS, 6, 6, "bfloat16")
