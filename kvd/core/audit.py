@@ -130,10 +130,8 @@ def _runs(books: Books) -> None:
             _require(list(forest.children(parent)).count(run) == 1, f"run {run} is not a child of its parent")
         for child in forest.children(run):
             _require(child in runs and forest.parent[child] == run, f"run {run} has a child that is gone")
-        length = 0
-        for _ in forest.path(run):
-            length += 1
-            _require(length <= len(runs), "runs form a circle")
+        for length, _ in enumerate(forest.path(run)):
+            _require(length < len(runs), "runs form a circle")
     used = {entry for entry in range(forest.entries.fresh) if forest.is_used(entry)}
     _require(seen == used, "runs do not partition the used entries")
     have = {namespace: total for namespace, total in forest.namespaces.items() if total != [0, 0]}

@@ -244,7 +244,7 @@ def check(event: Reserve) -> int:
         )  # fmt: skip
     if n * m > limits.batch_items_max:
         raise UsageError(
-            f"{n} families × {m} members are {n * m} items, at most {limits.batch_items_max} go at once: split the batch",
+            f"{n} families × {m} members are {n * m} items, at most {limits.batch_items_max} go at once: split it",
             code="batch", families=n, members=m, items_max=limits.batch_items_max,
         )  # fmt: skip
     if not 1 <= event.family_members <= limits.members_per_family_max:

@@ -347,7 +347,7 @@ class Writing:
         books = self._books
         books.counters["usage_refusals"] += 1
         error = UsageError(
-            f"items [{event.first}, {event.first + count}) are not within the {items} of reservation {event.reservation}",
+            f"items [{event.first}, {event.first + count}) are not within the {items} of {event.reservation}",
             code="items", first=event.first, count=count, items=items,
         )  # fmt: skip
         books.effects.append(ErrorReply(event.client, event.op, error))
