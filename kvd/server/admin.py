@@ -73,6 +73,7 @@ class Admin:
             "why": Method(self._why, False, {"request": int}, ("request",)),
             "pin": Method(self._pin, True, {"key": str, "kind": str}, ("key",)),
             "unpin": Method(self._unpin, True, {"key": str}, ("key",)),
+            "withdraw": Method(self._withdraw, True, {"key": str}, ("key",)),
             "clear": Method(self._clear, True, {"namespace": int}),
             "stop": Method(self._stop_daemon, True, {}),
             "config": Method(self._describe, False, {}),
@@ -203,6 +204,10 @@ class Admin:
     def _unpin(self, params: Mapping[str, Any], done: Done) -> None:
         self._with_entry(params["key"], done, lambda op, entry: ev.Unpin(op, array("I", [entry])))
 
+    def _withdraw(self, params: Mapping[str, Any], done: Done) -> None:
+        """Damaged or revoked: not found any more, nor what lies behind it, whoever holds or pins it."""
+        self._with_entry(params["key"], done, lambda op, entry: ev.Withdraw(op, array("I", [entry])))
+
     def _clear(self, params: Mapping[str, Any], done: Done) -> None:
         namespace = params.get("namespace")
         if namespace is not None and namespace not in self._domain.namespaces_by_number:
@@ -305,4 +310,4 @@ def _outcome(reply: ev.AdminReply | ev.ErrorReply) -> object:
 
 
 def _absent(key: str) -> KvdError:
-    return UsageError(f"no family with the key {key} is here", code="key", key=key)
+    return UsageError(f"no family with the key {key} is here", code="not-found", key=key)
