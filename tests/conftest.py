@@ -1,6 +1,6 @@
 """Fixtures that start real daemons.
 
-`daemon(**options)` starts one in its own temporary directory, waits until it says READY to a service manager's socket (no
+`daemon(**options)` starts one in its own temporary directory, waits until it says READY to a service manager (no
 sleeping, no polling) and returns a `Daemon`. At the end of the test every daemon is stopped; one that does not end by
 itself, or ends with an error nobody asked for, fails the test and shows its log.
 """

@@ -59,6 +59,7 @@ class Client:
     wake: socket.socket
     attached_ns: int
     state: State = State.ATTACHED
+    attached: bool = True  # its ring is served; asked several times per frame
     hostile: bool = False
     replies: deque[tuple[int, int, bytes]] = field(
         default_factory=deque
@@ -72,11 +73,6 @@ class Client:
     over_leased: bool = False
     frames: int = 0
     on_disconnect: Callable[[KvdError | None], None] | None = None  # closes its control connection
-
-    @property
-    def attached(self) -> bool:
-        """Whether its ring is served."""
-        return self.state is State.ATTACHED
 
 
 class Clients:
@@ -154,7 +150,7 @@ class Clients:
         """Stop serving a client that lives (or may): its leases and reservations stay until its process is gone."""
         if not client.attached:
             return
-        client.state = State.DISCONNECTED
+        client.state, client.attached = State.DISCONNECTED, False
         self.disconnects += 1
         if error is not None:
             client.hostile = True
@@ -196,7 +192,7 @@ class Clients:
         self._forget(client)
 
     def _forget(self, client: Client) -> None:
-        state, client.state = client.state, State.GONE
+        state, client.state, client.attached = client.state, State.GONE, False
         self.on_gone(client)
         if state is State.ATTACHED:
             self._close_wake(client)

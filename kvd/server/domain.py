@@ -67,11 +67,27 @@ class Domain:
     segments: list[pool.Segment]
     on_reply: Callable[[ev.Reply], None]
     on_again: Callable[[int], None]
-    on_evict: Callable[[], None]
     namespaces: dict[bytes, NamespaceRecord] = field(default_factory=dict)
     namespaces_by_number: dict[int, NamespaceRecord] = field(default_factory=dict)
     splits: dict[bytes, int] = field(default_factory=dict)
     splits_by_number: dict[int, dict[str, Any]] = field(default_factory=dict)
+    # By type rather than by `match`: this is looked up for every effect of every operation.
+    _performers: dict[type, Callable[[Any], ev.Published | ev.Evicted | None]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._performers = {
+            ev.DoReserve: self._reserve,
+            ev.DoPublish: self._publish,
+            ev.DoEvict: self._evict,
+            ev.DoFreeRecords: lambda effect: self.table.free_records(effect.records),
+            ev.DoFlags: lambda effect: self.table.set_flags(effect.entries, effect.flags),
+            ev.DoAgain: lambda effect: self.on_again(effect.token),
+            ev.Note: self._note,
+            **dict.fromkeys(
+                (ev.ReservedReply, ev.PublishedReply, ev.AbortedReply, ev.ErrorReply, ev.AdminReply),
+                lambda effect: self.on_reply(effect),
+            ),
+        }
 
     @property
     def pool_bytes(self) -> int:
@@ -81,60 +97,60 @@ class Domain:
     def step(self, event: ev.Event) -> None:
         """Give the core one event and perform what follows from it."""
         now_ns = self.clock.now_ns()
-        stack: list[Iterator[ev.Effect]] = [iter(self.core.step(now_ns, event))]
+        effects = self.core.step(now_ns, event)
+        if len(effects) == 1:
+            answer = self._performers[type(effects[0])](effects[0])
+            if answer is None:
+                return
+            effects = self.core.step(now_ns, answer)
+        stack: list[Iterator[ev.Effect]] = [iter(effects)]
         while stack:
             effect = next(stack[-1], None)
             if effect is None:
                 stack.pop()
                 continue
-            answer = self._perform(effect)
+            answer = self._performers[type(effect)](effect)
             if answer is not None:
                 stack.append(iter(self.core.step(now_ns, answer)))
 
-    def _perform(self, effect: ev.Effect) -> ev.Published | ev.Evicted | None:
-        table = self.table
-        match effect:
-            case (
-                ev.ReservedReply()
-                | ev.PublishedReply()
-                | ev.AbortedReply()
-                | ev.ErrorReply()
-                | ev.AdminReply()
-            ):
-                self.on_reply(effect)
-            case ev.DoReserve():
-                table.reserve(
-                    effect.client, effect.reservation & 0xFFFFFFFF, effect.records, effect.places, effect.sizes,
-                    effect.members, effect.ranges,
-                )  # fmt: skip
-            case ev.DoPublish():
-                statuses, entries, differs, used = table.publish(
-                    effect.client, effect.keys, effect.members, effect.split, effect.family_members, effect.records,
-                    effect.checksums, effect.entries,
-                )  # fmt: skip
-                return ev.Published(effect.token, statuses, memoryview(entries).cast("I"), differs, used)
-            case ev.DoEvict():
-                out = table.evict(effect.entries, effect.withdraw)
-                return ev.Evicted(
-                    token=effect.token,
-                    freed=memoryview(out.freed).cast("I"),
-                    held=memoryview(out.held).cast("I"),
-                    records=memoryview(out.records).cast("I"),
-                    places=memoryview(out.places).cast("Q"),
-                    sizes=memoryview(out.sizes).cast("Q"),
-                )
-            case ev.DoFreeRecords():
-                table.free_records(effect.records)
-            case ev.DoFlags():
-                table.set_flags(effect.entries, effect.flags)
-            case ev.DoAgain():
-                self.on_again(effect.token)
-            case ev.Note():
-                logger = _log.warning if effect.level == "warning" else _log.info
-                logger(effect.event, domain=self.name, **effect.fields)
-            case _:
-                raise InvariantError(f"the core asked for {type(effect).__name__}, which nobody performs")
-        return None
+    def _reserve(self, effect: ev.DoReserve) -> None:
+        self.table.reserve(
+            effect.client,
+            effect.reservation & 0xFFFFFFFF,
+            effect.records,
+            effect.places,
+            effect.sizes,
+            effect.members,
+            effect.ranges,
+        )
+
+    def _publish(self, effect: ev.DoPublish) -> ev.Published:
+        statuses, entries, differs, used = self.table.publish(
+            effect.client,
+            effect.keys,
+            effect.members,
+            effect.split,
+            effect.family_members,
+            effect.records,
+            effect.checksums,
+            effect.entries,
+        )
+        return ev.Published(effect.token, statuses, memoryview(entries).cast("I"), differs, used)
+
+    def _evict(self, effect: ev.DoEvict) -> ev.Evicted:
+        out = self.table.evict(effect.entries, effect.withdraw)
+        return ev.Evicted(
+            token=effect.token,
+            freed=memoryview(out.freed).cast("I"),
+            held=memoryview(out.held).cast("I"),
+            records=memoryview(out.records).cast("I"),
+            places=memoryview(out.places).cast("Q"),
+            sizes=memoryview(out.sizes).cast("Q"),
+        )
+
+    def _note(self, effect: ev.Note) -> None:
+        logger = _log.warning if effect.level == "warning" else _log.info
+        logger(effect.event, domain=self.name, **effect.fields)
 
     def register_namespace(self, encoded: bytes, label: str) -> NamespaceRecord:
         """The record of this manifest, new or known. Raises UsageError(encoding), CapacityError(namespaces)."""
@@ -235,7 +251,7 @@ def create(
         kind = pool.PageKind.HUGETLB if segment.hugetlb else pool.PageKind.SMALL
         table.set_segment(segment.number, 0, kind, segment.inode)
     core = Core(core_config(config), sizes.families_max, sizes.records_max, list(sizes.segments_bytes))
-    return Domain(name, identity, sizes, clock, core, table, meta_fd, made, _unset, _unset, _unset)
+    return Domain(name, identity, sizes, clock, core, table, meta_fd, made, _unset, _unset)
 
 
 def _unset(*_: object) -> None:

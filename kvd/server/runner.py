@@ -30,6 +30,7 @@ LEASES_AGE_NS: Final = 10_000_000
 RETRY_MIN_S: Final = 0.001
 RETRY_MAX_S: Final = 0.25
 
+_RESERVE, _PUBLISH, _ABORT, _PING = (int(kind) for kind in Sq)
 _TOUCH: Final = struct.Struct("<QQIIIIQIIQ8x")
 _NO_PARENT: Final = messages.NO_PARENT
 _PUSHED_ASLEEP: Final = 3
@@ -85,23 +86,23 @@ class Runner:
         client.region.awake()
         end_ns = self._domain.clock.now_ns() + TURN_NS
         while client.attached and not client.replies:
-            if self._take(client):
-                if self._domain.clock.now_ns() < end_ns:
-                    continue
+            # A batch that is not full emptied the ring, as far as anyone knows: `may_sleep` looks again.
+            if self._take(client) < POP_FRAMES:
+                if not client.attached or client.replies or client.region.may_sleep():
+                    break
+            elif self._domain.clock.now_ns() > end_ns:
                 client.draining = True
                 self._loop.call_soon(self._guarded, self._turn, client)
                 return
-            if client.attached and client.region.may_sleep():
-                break
         self._touches_of(client)
 
-    def _take(self, client: Client) -> bool:
-        """Handle up to POP_FRAMES frames. False when there were none."""
+    def _take(self, client: Client) -> int:
+        """Handle up to POP_FRAMES frames. Returns how many; 0 if the client was disconnected."""
         try:
             frames = client.region.pop(POP_FRAMES)
         except ValueError as error:
             self._clients.disconnect(client, ProtocolError(f"hostile ring: {error}", code="ring"))
-            return False
+            return 0
         for kind, op, payload in frames:
             client.frames += 1
             self.frames += 1
@@ -110,25 +111,25 @@ class Runner:
             except ProtocolError as error:
                 self._clients.disconnect(client, error)
             if not client.attached:
-                return False
-        return bool(frames)
+                return 0
+        return len(frames)
 
     # --- frames
 
     def _frame(self, client: Client, kind: int, op: int, payload: bytes) -> None:
-        if kind == Sq.RESERVE:
+        if kind == _RESERVE:
             self._reserve(client, op, messages.parse_reserve(payload))
-        elif kind == Sq.PUBLISH:
+        elif kind == _PUBLISH:
             publish = messages.parse_publish(payload)
             self._domain.step(
                 ev.Publish(
                     client.slot, op, publish.reservation, publish.first, publish.checksums, publish.include
                 )
             )
-        elif kind == Sq.ABORT:
+        elif kind == _ABORT:
             abort = messages.parse_abort(payload)
             self._domain.step(ev.Abort(client.slot, op, abort.reservation, abort.first, abort.count))
-        elif kind == Sq.PING:
+        elif kind == _PING:
             if payload:
                 raise ProtocolError(
                     f"malformed PING of {len(payload)} bytes: it is empty", code="ring", kind="PING"
@@ -194,13 +195,9 @@ class Runner:
     # --- answers
 
     def _reply(self, reply: ev.Reply) -> None:
-        match reply:
-            case ev.AdminReply() | ev.ErrorReply(client=ev.ADMIN):
-                done = self._admin_replies.pop(reply.op, None)
-                if done is None:
-                    raise InvariantError(f"the core answered administration {reply.op}, which nobody asked")
-                done(reply)
-                return
+        if isinstance(reply, ev.AdminReply) or reply.client == ev.ADMIN:
+            self._admin_reply(reply)
+            return
         client = self._clients.by_slot.get(reply.client)
         if client is None or not client.attached:
             return
@@ -214,6 +211,12 @@ class Runner:
                 self._push(client, Cq.ABORTED, reply.op, messages.pack_aborted(reply.count))
             case ev.ErrorReply():
                 self._push(client, Cq.ERROR, reply.op, messages.pack_error(reply.error))
+
+    def _admin_reply(self, reply: ev.Reply) -> None:
+        done = self._admin_replies.pop(reply.op, None)
+        if done is None or not isinstance(reply, ev.AdminReply | ev.ErrorReply):
+            raise InvariantError(f"the core answered administration {reply.op}, which nobody asked")
+        done(reply)
 
     def _push(self, client: Client, kind: int, op: int, payload: bytes) -> None:
         if not client.replies:
