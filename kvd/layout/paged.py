@@ -24,7 +24,6 @@ reference counts are the engine's; kvd is handed block ids.
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -39,8 +38,8 @@ from kvd.layout.shards import BandLayout, Part, band_layouts
 AXES: Final = frozenset("LBPHND")
 BLOCKS_MAX: Final = 1 << 31
 BLOCK_TOKENS_MAX: Final = 1 << 20
-ENTRY_NUMBERS: Final = 19
-"""Numbers in one entry of `PagedPlan.columns`."""
+NativeRun = tuple[int, int, int, int, int, int, tuple[strided.Loop, ...]]
+"""tensor, run_bytes, memory_offset, object_offset, block_stride, slot_stride, loops"""
 
 NAMED: Final[Mapping[str, tuple[str, str]]] = {
     "vllm-hnd": ("LBHNC", "L"),
@@ -329,6 +328,7 @@ class PagedPlan:
 
     entries: tuple[Entry, ...]
     blocks_count: int
+    blocks_per_object: int
     block_tokens: int
     object_bytes: int
     copied_bytes: int
@@ -339,21 +339,18 @@ class PagedPlan:
         """The shortest contiguous run."""
         return min(entry.run_bytes for entry in self.entries)
 
-    def columns(self) -> bytes:
-        """For the native copy: ENTRY_NUMBERS i64 an entry, in the byte order of this machine.
+    @property
+    def whole(self) -> bool:
+        """Whether the blocks hold all of the object: only then can it be gathered; scattering may take a part."""
+        return self.copied_bytes == self.object_bytes
 
-        tensor, memory_offset, block_stride, object_offset, slot_stride, run_bytes, loops count, then four
-        times (count, memory stride, object stride), unused ones (1, 0, 0).
-        """
-        numbers = array("q")
-        for entry in self.entries:
-            numbers.extend((
-                entry.tensor, entry.memory_offset, entry.block_stride, entry.object_offset, entry.slot_stride,
-                entry.run_bytes, len(entry.loops),
-            ))  # fmt: skip
-            for loop in (*entry.loops, *([(1, 0, 0)] * (strided.LOOPS_MAX - len(entry.loops)))):
-                numbers.extend(loop)
-        return numbers.tobytes()
+    def native_arguments(self) -> tuple[int, int, int, list[NativeRun]]:
+        """What `kvd.shm.compute.paged_plan` takes: object bytes, blocks, blocks an object, runs."""
+        runs = [
+            (e.tensor, e.run_bytes, e.memory_offset, e.object_offset, e.block_stride, e.slot_stride, e.loops)
+            for e in self.entries
+        ]
+        return self.object_bytes, self.blocks_count, self.blocks_per_object, runs
 
     def gather_reference(
         self, tensors: Sequence[bytes | bytearray | memoryview], ids: Sequence[int], out: bytearray
@@ -369,9 +366,11 @@ class PagedPlan:
             tensors[tensor][memory_at : memory_at + size] = _slice(source, object_at, size)
 
     def _runs(self, ids: Sequence[int]) -> list[tuple[int, int, int, int]]:
-        if len(ids) != self.blocks_count:
+        if len(ids) != self.blocks_per_object:
             raise UsageError(
-                f"{len(ids)} block ids for an object of {self.blocks_count} blocks", code="paged", field="ids"
+                f"{len(ids)} block ids for an object of {self.blocks_per_object} blocks",
+                code="paged",
+                field="ids",
             )
         runs: list[tuple[int, int, int, int]] = []
         for entry in self.entries:
@@ -440,7 +439,13 @@ def plan(layout: PagedLayout, group: Group, part: Part) -> PagedPlan:
     slots = part.tokens_count // layout.block_tokens
     copied = sum(e.run_bytes * loops_product(e.loops) for e in entries) * slots
     return PagedPlan(
-        tuple(entries), slots, layout.block_tokens, part.size_bytes, copied, layout.tensors_count
+        tuple(entries),
+        layout.blocks,
+        slots,
+        layout.block_tokens,
+        part.size_bytes,
+        copied,
+        layout.tensors_count,
     )
 
 

@@ -93,7 +93,9 @@ class StateLayout:
         if not entries:
             raise CompatibilityError(f"snapshot {part.index} and this rank share nothing", code="paged")
         copied = sum(entry.run_bytes * loops_product(entry.loops) for entry in entries)
-        return PagedPlan(tuple(entries), 1, 0, part.size_bytes, copied, self.layers * len(self.tensors))
+        return PagedPlan(
+            tuple(entries), self.slots, 1, 0, part.size_bytes, copied, self.layers * len(self.tensors)
+        )
 
     def _entries(self, group: Group, part: Part, layer: int) -> list[Entry]:
         entries: list[Entry] = []

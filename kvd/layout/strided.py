@@ -49,6 +49,10 @@ class Copy:
         """Bytes it moves."""
         return self.runs_count * self.run_bytes
 
+    def native_arguments(self) -> tuple[int, int, int, int, int, tuple[Loop, ...]]:
+        """What `kvd.shm.compute.strided_plan` takes for one copy."""
+        return (self.src, self.dst, self.src_offset, self.dst_offset, self.run_bytes, self.loops)
+
     def runs(self) -> Iterator[tuple[int, int]]:
         """(src offset, dst offset) of every run, in order: the plain reference of the native loop."""
         yield from _walk(self.src_offset, self.dst_offset, self.loops)

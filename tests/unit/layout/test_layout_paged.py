@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import numpy as np
@@ -48,12 +47,13 @@ def check_both_ways(layout: PagedLayout, geom: Geometry, split: Split, part_inde
     full = paged_tensors(layout, held_by(layout, rows), ids, seed)
     plan = paged.plan(layout, group, part)
     assert plan.object_bytes == len(expected)
-    assert plan.blocks_count == CHUNK // BLOCK
+    assert (plan.blocks_count, plan.blocks_per_object) == (BLOCKS, CHUNK // BLOCK)
     assert plan.tensors_count == len(full) == layout.tensors_count
     assert all(len(entry.loops) <= strided.LOOPS_MAX for entry in plan.entries)
     out = bytearray(len(expected))
     plan.gather_reference([memoryview(t.tobytes()) for t in full], ids, out)
-    if plan.copied_bytes == len(expected):
+    assert plan.whole == (plan.copied_bytes == len(expected))
+    if plan.whole:
         assert bytes(out) == expected
     back = [bytearray(t.tobytes()) for t in full]
     plan.scatter_reference(expected, ids, back)
@@ -124,7 +124,7 @@ def test_a_stage_and_a_context_rank_have_their_own_blocks(tp: int) -> None:
     ids = [9, 2]
     full = paged_tensors(layout, own, ids, 3)
     plan = paged.plan(layout, geom.groups[0], part)
-    assert plan.blocks_count == 2
+    assert plan.blocks_per_object == 2
     out = bytearray(part.size_bytes)
     plan.gather_reference([memoryview(t.tobytes()) for t in full], ids, out)
     assert bytes(out) == object_bytes(geom.groups[0], rows, part)
@@ -147,23 +147,6 @@ def test_runs_are_as_long_as_the_layouts_allow() -> None:
     assert shape("sglang-page-first") == (1, 256, 3)
     whole = PagedLayout("transformers", planes, 32, 16, 256)
     assert paged.plan(whole, geom.groups[0], part).run_bytes_min == 256 * 256  # a chunk a block: whole heads
-
-
-def test_columns_are_what_the_native_copy_reads() -> None:
-    geom = Geometry([Group(Rule.FULL, tuple(range(LAYERS)), KV)])
-    plan = paged.plan(
-        PagedLayout("vllm-hnd", KV, LAYERS, BLOCKS, BLOCK), geom.groups[0], Objects(geom, Split(), CHUNK)[0]
-    )
-    numbers = array("q", plan.columns())
-    assert len(numbers) == paged.ENTRY_NUMBERS * len(plan.entries)
-    for at, entry in enumerate(plan.entries):
-        row = list(numbers[at * paged.ENTRY_NUMBERS : (at + 1) * paged.ENTRY_NUMBERS])
-        assert row[:7] == [
-            entry.tensor, entry.memory_offset, entry.block_stride, entry.object_offset, entry.slot_stride,
-            entry.run_bytes, len(entry.loops),
-        ]  # fmt: skip
-        loops = [tuple(row[7 + 3 * k : 10 + 3 * k]) for k in range(4)]
-        assert loops == [*entry.loops, *([(1, 0, 0)] * (4 - len(entry.loops)))]
 
 
 def test_numpy_strides_are_the_described_ones() -> None:

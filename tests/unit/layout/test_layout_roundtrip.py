@@ -87,7 +87,7 @@ def plans(geom: Geometry, objects: Objects) -> dict[int, paged.PagedPlan]:
 
 
 def ids_of(plan: paged.PagedPlan) -> list[int]:
-    return list(range(plan.blocks_count))
+    return list(range(plan.blocks_per_object))
 
 
 @pytest.mark.parametrize(
