@@ -110,7 +110,7 @@ class Daemon:
 
 def counted_bytes_read(status: Mapping[str, Any]) -> int:
     """The daemon's counter of bytes that clients leased for reading, out of its status."""
-    return int(status["lookups"]["bytes_leased"])
+    return int(status["lookups"]["bytes_viewed"])
 
 
 @contextlib.contextmanager

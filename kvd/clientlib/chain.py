@@ -6,7 +6,6 @@ kvd.layout.chain, which is the reference.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ class Chain:
         self._root = reference.chain_root(root, chunk_tokens, algorithm)
         self._algorithm = algorithm
         self._ids = b""
-        self._tail = array("I")
+        self._tail = b""
         self._start, self._stop = 0, 0
         self.chunk_tokens = chunk_tokens
         self.tokens_count = 0
@@ -46,23 +45,12 @@ class Chain:
         if self._start or self._stop * _SIZE != len(self._ids):
             raise UsageError("only a whole chain can be extended, not a slice of it", code="chain-slice")
         added = compute.tokens_u32(tokens)
-        if self._tail:
-            self._tail.frombytes(added)
-            added = memoryview(self._tail).cast("B")
-        count = len(added) // 4
-        whole = count - count % self.chunk_tokens
+        self.tokens_count += len(added) // 4
+        pending = self._tail + added
+        whole = len(pending) - len(pending) % (4 * self.chunk_tokens)
         parent = self._ids[-_SIZE:] if self._ids else self._root
-        self._ids += compute.chain(
-            parent,
-            added[: whole * 4],
-            self.chunk_tokens,
-            self._algorithm,
-            list(extras) if extras is not None else None,
-        )
-        self.tokens_count += count - len(self._tail)
-        tail = array("I")
-        tail.frombytes(added[whole * 4 :])
-        self._tail = tail
+        self._ids += compute.chain(parent, pending[:whole], self.chunk_tokens, self._algorithm, extras)
+        self._tail = pending[whole:]
         self._stop = len(self._ids) // _SIZE
         return self
 

@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvd.errors import CorruptionError, LifecycleError, UsageError, ViewsAliveError
+from kvd.clientlib.native_errors import NATIVE, translate
+from kvd.errors import CorruptionError, KvdError, UsageError, ViewsAliveError
 from kvd.shm import compute
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ class Lease:
         """The bytes of one member, read-only, without a copy. Raises LifecycleError after release."""
         try:
             return self._native.view(member)
-        except (RuntimeError, KeyError, IndexError) as error:
-            raise _lease_error(error, member) from error
+        except NATIVE as error:
+            raise _lease_error(error, member) from None
 
     def size(self, member: int = 0) -> int:
         """Size of a member in bytes."""
@@ -175,7 +176,7 @@ def _views_alive(error: BufferError) -> ViewsAliveError:
     )  # fmt: skip
 
 
-def _lease_error(error: Exception, member: int) -> LifecycleError | UsageError:
-    if isinstance(error, RuntimeError):
-        return LifecycleError(f"this lease is over: {error}", code="lease-over")
-    return UsageError(f"this family has no member {member}", code="member", member=member)
+def _lease_error(error: Exception, member: int) -> KvdError:
+    if "not in this family" in str(error) or isinstance(error, ValueError):
+        return UsageError(f"this family has no member {member}", code="member", member=member)
+    return translate(error)

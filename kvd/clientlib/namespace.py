@@ -13,6 +13,7 @@ from kvd import limits
 from kvd.clientlib import calls
 from kvd.clientlib.chain import Chain
 from kvd.clientlib.leases import Leases
+from kvd.clientlib.native_errors import NATIVE, translate
 from kvd.clientlib.writes import Writes, check_members
 from kvd.errors import LifecycleError, UsageError
 from kvd.layout.manifest import Manifest
@@ -57,11 +58,17 @@ class Namespace:
 
     def match(self, chain: Chain, *, request: str | None = None) -> int:
         """How many leading chunks are here, whole. Microseconds; no daemon, no lease, no protection."""
-        return self._store.native.match(chain.identities, self._store.request(request))
+        try:
+            return self._store.native.match(chain.identities, self._store.request(request))
+        except NATIVE as error:
+            raise translate(error) from None
 
     def acquire(self, chain: Chain, *, request: str | None = None) -> Leases:
         """Leases on the leading chunks that are here; `len()` says how many. Use as a context manager."""
-        native = self._store.native.acquire(chain.identities, self._store.request(request))
+        try:
+            native = self._store.native.acquire(chain.identities, self._store.request(request))
+        except NATIVE as error:
+            raise translate(error) from None
         return Leases(native, chain, verify=self._store.verify_reads)
 
     def adopt(self, exported: bytes, chain: Chain) -> Leases:
@@ -69,7 +76,10 @@ class Namespace:
 
         Raises LifecycleError naming the first chunk that changed meanwhile: then nothing is held.
         """
-        native = self._store.native.adopt(exported)
+        try:
+            native = self._store.native.adopt(exported)
+        except NATIVE as error:
+            raise translate(error) from None
         if len(native) != len(native.mask):
             missing = native.mask.index(0)
             native.release()

@@ -19,6 +19,7 @@ from kvd.clientlib.calls import Calls
 from kvd.clientlib.control import Control, socket_path
 from kvd.clientlib.leases import Lease
 from kvd.clientlib.namespace import Namespace
+from kvd.clientlib.native_errors import NATIVE, translate
 from kvd.errors import KvdError, UsageError
 from kvd.layout.manifest import Manifest
 from kvd.shm import compute
@@ -26,7 +27,7 @@ from kvd.shm._native import Client
 from kvd.wire import messages as wire
 
 _COUNTERS = (
-    "lookups", "keys_asked", "keys_hit", "leases", "leases_released", "bytes_leased", "fetches",
+    "lookups", "keys_asked", "keys_hit", "leases", "leases_released", "bytes_viewed", "fetches",
     "adopts", "adopts_failed", "verify_failed", "bytes_filled",
 )  # fmt: skip
 
@@ -125,7 +126,10 @@ class Store:
 
     def fetch(self, identity: bytes, member: int = 0, *, request: str | None = None) -> Lease | None:
         """A lease on one object by its identity, None when it is not here."""
-        native = self.native.fetch(identity, member, self.request(request) if request else 0)
+        try:
+            native = self.native.fetch(identity, member, self.request(request))
+        except NATIVE as error:
+            raise translate(error) from None
         return None if native is None else Lease(native, identity)
 
     # -- administration -----------------------------------------------------------------------------------

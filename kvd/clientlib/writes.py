@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvd import limits
 from kvd.clientlib import calls
+from kvd.clientlib.native_errors import NATIVE, translate
 from kvd.errors import LifecycleError, UsageError, ViewsAliveError
 from kvd.shm import compute, messages
 from kvd.shm.messages import Cq, Granted, Published, Sq
@@ -177,7 +178,10 @@ class Writes(Sequence["Write"]):
             raise LifecycleError(f"item {position} was published or given back", code="reservation-over")
         handle = self._views.get(position)
         if handle is None:
-            handle = self._client.writable(self._places[position], self._member(position).size_bytes)
+            try:
+                handle = self._client.writable(self._places[position], self._member(position).size_bytes)
+            except NATIVE as error:
+                raise translate(error) from None
             self._views[position] = handle
         return handle.view
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvd.server.control import Control
 
 CLIENT_COUNTERS: Final = (
-    "lookups", "keys_asked", "keys_hit", "leases", "leases_released", "bytes_leased", "fetches", "adopts",
+    "lookups", "keys_asked", "keys_hit", "leases", "leases_released", "bytes_viewed", "fetches", "adopts",
     "adopts_failed", "verify_failed", "bytes_filled",
 )  # fmt: skip
 PARTS: Final = ("daemon", "population", "tick", "metrics")

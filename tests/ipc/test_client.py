@@ -128,13 +128,13 @@ def test_writing_in_place_and_publishing_one_by_one(store: kvd.Store) -> None:
 def test_leaving_the_block_early_publishes_nothing_and_returns_the_space(store: kvd.Store) -> None:
     ns = store.namespace(manifest())
     chain = ns.chain(tokens(4), CHUNK)
-    before = store.status()["pool"]["used_bytes"]
+    before = store.status()["core"]["pool"]["used_bytes"]
     with pytest.raises(RuntimeError, match="engine"), ns.reserve(chain, nbytes=SIZE) as writes:
         writes[0].fill(payloads(1)[0])
         raise RuntimeError("engine")
     assert ns.match(chain) == 0
     assert publish(ns, chain, payloads(4)) == [kvd.Published.PUBLISHED] * 4
-    assert store.status()["pool"]["used_bytes"] >= before + 4 * SIZE
+    assert store.status()["core"]["pool"]["used_bytes"] >= before + 4 * SIZE
 
 
 def test_the_first_of_two_writers_wins_and_both_are_told(daemon: Any) -> None:
@@ -257,7 +257,7 @@ def test_another_process_adopts_exported_leases(daemon: Any) -> None:
 
 
 def test_a_pool_full_of_leases_says_so_and_recovers(daemon: Any) -> None:
-    running = daemon(pool__size="16MiB")
+    running = daemon(pool={"size": "16MiB"})
     with kvd.connect(running.socket) as store:
         ns = store.namespace(manifest())
         size = 1 << 20
@@ -276,10 +276,10 @@ def test_a_pool_full_of_leases_says_so_and_recovers(daemon: Any) -> None:
 
 
 def test_an_object_larger_than_a_segment_is_refused_by_size(daemon: Any) -> None:
-    running = daemon(pool__size="16MiB")
+    running = daemon(pool={"size": "16MiB"})
     with kvd.connect(running.socket) as store:
         ns = store.namespace(manifest())
-        with pytest.raises(CapacityError, match="largest segment") as caught:
+        with pytest.raises(UsageError, match="largest segment") as caught:
             ns.reserve(ns.chain(tokens(1), CHUNK), nbytes=64 << 20)
         assert caught.value.retry is kvd.Retry.NEVER
 

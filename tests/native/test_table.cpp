@@ -219,16 +219,16 @@ void test_limbo() {
   CHECK(client->match(bytes_of(key), 1, 0) == 1);
   CHECK(world.evict({0}).held.size() == 1);  // not revived by a plain eviction
   CHECK(world.table->index().find(key).entry == 1);
-  CHECK(worker->adopt(wire, 1, false)->size() == 0);
+  CHECK(worker->adopt(wire, 1)->size() == 1);
   {
-    const LeaseRef adopted = worker->adopt(wire, 1, true);
+    const LeaseRef adopted = worker->adopt(wire, 1);
     CHECK(adopted->size() == 1);
     lease->unref();
     CHECK(world.evict({0}).held.size() == 1);  // the worker's own hazard holds it now
   }
   CHECK(world.evict({0}).freed.size() == 1);
   CHECK(client->match(bytes_of(key), 1, 0) == 1);  // the new one kept its slot
-  CHECK(worker->adopt(wire, 1, true)->size() == 0);
+  CHECK(worker->adopt(wire, 1)->size() == 0);
 }
 
 // Reuse is a new generation: what named the old one names nothing (GENERATION).
@@ -242,9 +242,9 @@ void test_generations() {
   CHECK(world.evict({0}).freed.size() == 1);
   world.put(new_key, 0);
   CHECK(sg_generation(world.table->index().entry(0).sg.load()) > before);
-  CHECK(client->adopt(reinterpret_cast<const u8*>(&stale), 1, true)->size() == 0);
+  CHECK(client->adopt(reinterpret_cast<const u8*>(&stale), 1)->size() == 0);
   const Descriptor wrong[3] = {{World::epoch + 1, 0, 0, before + 1}, {World::epoch, 64, 0, 1}, {World::epoch, none32, 0, 1}};
-  CHECK(client->adopt(reinterpret_cast<const u8*>(wrong), 3, true)->size() == 0);
+  CHECK(client->adopt(reinterpret_cast<const u8*>(wrong), 3)->size() == 0);
   // A word with another generation's number pins nothing.
   auto* words = reinterpret_cast<ClientHeader*>(world.regions[0]->mapping()->data());
   auto* hazards = world.regions[0]->mapping()->at<Shared<u64>>(words->hazards_offset, 1024, "hazards");

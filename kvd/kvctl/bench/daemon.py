@@ -92,7 +92,7 @@ def _await_serving(path: str, process: subprocess.Popen[bytes], log_path: str) -
         try:
             with kvd.Admin(path) as admin:
                 pool = admin.call("status")["pool"]
-            if pool["populated_bytes"] >= pool["size_bytes"]:
+            if pool["population"]["done"]:
                 return
         except (KvdError, KeyError):
             if time.monotonic() > end:

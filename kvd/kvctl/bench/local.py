@@ -102,7 +102,7 @@ def _index_rows(plan: Plan, own: int, other: int, progress: Progress) -> tuple[l
             lambda done: progress(f"writing {done:,} of {total:,} families through the index"),
         )
         progress("look-ups, leases")
-        families = int(bench.status()["pool"]["families"])
+        families = int(bench.status()["core"]["families"])
         metadata = index.metadata_bytes(bench, families)
         rows = [
             Row(
@@ -181,7 +181,8 @@ def _bulk_rows(other: int, progress: Progress) -> tuple[list[Row], dict[str, Any
     put_ratio, get_ratio, memcpy, put, get = (sorted(column)[1] for column in zip(*triples, strict=True))
     progress("paged scatter")
     scatter = bulk.scatter_over_torch()
-    rate = pool.get("populate_gib_s")
+    rate = pool["population"]["gib_per_s"]
+    pages = ", ".join(sorted({segment["pages"] for segment in pool["segments"]}))
     rows = [
         Row("put8_over_memcpy", "8 MiB in, end to end, checksum included ÷ memcpy", put_ratio, "≥", 1.1,
             f"{put:.1f} ÷ {memcpy:.1f} GB/s"),
@@ -189,7 +190,7 @@ def _bulk_rows(other: int, progress: Progress) -> tuple[list[Row], dict[str, Any
             f"{get:.1f} ÷ {memcpy:.1f} GB/s"),
         Row("scatter_over_torch", "paged scatter ÷ torch index_copy_", scatter["ratio"] if scatter else None, "≥", 2,
             f"{scatter['kvd_gb_s']:.1f} ÷ {scatter['torch_gb_s']:.1f} GB/s" if scatter else "torch is not installed"),
-        Row("populate_gib_s", "population of the pool", rate, "", None, f"pages: {pool.get('pages')}"),
+        Row("populate_gib_s", "population of the pool", rate, "", None, f"pages: {pages}"),
     ]  # fmt: skip
     return rows, {"memcpy_gb_s": memcpy, "put8_gb_s": put, "get8_gb_s": get, "scatter": scatter}
 

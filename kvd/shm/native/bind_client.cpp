@@ -61,6 +61,7 @@ int lease_getbuffer(PyObject* self, Py_buffer* view, int flags) {
     const Member member = member_of(lease, lease.showing);
     if (PyBuffer_FillInfo(view, self, member.address, static_cast<Py_ssize_t>(member.size), 1, flags) != 0) return -1;
     lease.set->add_export(lease.index);
+    lease.set->client().count(count_bytes_viewed, member.size);
     return 0;
   });
 }
@@ -148,12 +149,12 @@ nb::object fetch(Client& client, nb::handle key, u32 member, u64 request) {
   return nb::cast(Lease{ref, 0, member, member});
 }
 
-LeaseBatch adopt(Client& client, nb::handle descriptors, bool limbo_ok) {
+LeaseBatch adopt(Client& client, nb::handle descriptors) {
   const Column<u8> bytes(descriptors, "descriptors");
   if (bytes.size() % sizeof(Descriptor) != 0) {
     fail<std::invalid_argument>("descriptors has ", bytes.size(), " bytes: not a multiple of ", sizeof(Descriptor));
   }
-  return {client.adopt(bytes.data(), bytes.size() / sizeof(Descriptor), limbo_ok)};
+  return {client.adopt(bytes.data(), bytes.size() / sizeof(Descriptor))};
 }
 
 nb::bytes present(const Client& client, nb::handle keys_in) {
@@ -161,6 +162,12 @@ nb::bytes present(const Client& client, nb::handle keys_in) {
   const OutColumn<PresentRow> out(keys.count());
   client.present(keys.data(), keys.count(), out.data());
   return out.take();
+}
+
+nb::tuple counters(const Client& client) {
+  nb::list values;
+  for (u32 i = 0; i < counters_count; ++i) values.append(client.counter(static_cast<Counter>(i)));
+  return nb::tuple(values);
 }
 
 WritableView writable(const Client& client, u64 place, u64 size) {
@@ -269,7 +276,7 @@ void bind_client(nb::module_& module) {
            },
            "keys"_a, "request"_a = 0)
       .def("fetch", &fetch, "key"_a, "member"_a = 0, "request"_a = 0)
-      .def("adopt", &adopt, "descriptors"_a, "limbo_ok"_a)
+      .def("adopt", &adopt, "descriptors"_a)
       .def("writable", &writable, "place"_a, "size"_a)
       .def("submit",
            [](Client& client, u16 type, u64 op, nb::handle payload) {
@@ -288,5 +295,6 @@ void bind_client(nb::module_& module) {
              client.count(static_cast<Counter>(counter), amount);
            },
            "counter"_a, "amount"_a)
+      .def("counters", &counters)
       .def("close", &Client::close);
 }

@@ -131,14 +131,19 @@ void Client::present(const u8* keys, u64 count, PresentRow* rows) const {
 // --- leases
 
 // I3, second half, for all hazards of a set. What was read of an entry since its sg was read first stands with it.
-void Client::revalidate(LeaseSet& set, bool each, bool limbo_ok) const {
+void Client::revalidate(LeaseSet& set, bool each, bool patient) const {
   if (!mutant::reader_fence) std::atomic_thread_fence(std::memory_order_seq_cst);
   if (mutant::revalidate) return;
   bool going = true;
   set.keep_if([&](const Leased& item) {
-    const u64 sg = index_.entry(item.entry).sg.load(memory_order_acquire);
-    const bool stands = sg == sg_of(item.generation, entry_ready) ||
-                        (limbo_ok && sg == sg_of(item.generation, entry_evicting));
+    const Shared<u64>& sg = index_.entry(item.entry).sg;
+    u64 now = sg.load(memory_order_acquire);
+    // The daemon looks whether this family is held: it goes back to READY if it is, in less time than a scan takes.
+    for (const u64 until = patient ? now_ns() + patience_ns : 0;
+         patient && now == sg_of(item.generation, entry_evicting) && now_ns() < until;) {
+      now = sg.load(memory_order_acquire);
+    }
+    const bool stands = now == sg_of(item.generation, entry_ready);
     going = going && (stands || each);
     return going && stands;
   });
@@ -181,14 +186,13 @@ LeaseSet* Client::fetch(const u8* key, u32 member, u64 request) {
   const u32 matched = set->size();
   const u64 bytes = matched != 0 ? this->member((*set)[0], member).size : 0;
   this->count(count_leases, matched);
-  this->count(count_bytes_leased, bytes);
   touch(touch_fetch, asked, matched, matched, set, {}, bytes);
   if (matched == 0) return nullptr;
   set->ref();  // the caller's, taken over by whoever wraps it
   return set;
 }
 
-LeaseRef Client::adopt(const u8* descriptors, u64 count, bool limbo_ok) {
+LeaseRef Client::adopt(const u8* descriptors, u64 count) {
   check();
   const Asked asked{0, now_ns(), nullptr, count};
   LeaseRef set(new LeaseSet(shared_from_this(), static_cast<u32>(count), static_cast<u32>(count)));
@@ -198,7 +202,7 @@ LeaseRef Client::adopt(const u8* descriptors, u64 count, bool limbo_ok) {
     if (lease.epoch != index_.epoch() || lease.entry >= index_.shape().families_max) continue;
     set->add(lease.entry, lease.generation, i);
   }
-  revalidate(*set, true, limbo_ok);
+  revalidate(*set, true, true);
   this->count(count_adopts, set->size());
   this->count(count_adopts_failed, count - set->size());
   this->count(count_leases, set->size());

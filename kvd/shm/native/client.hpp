@@ -32,7 +32,7 @@ class Client : public std::enable_shared_from_this<Client> {
   void present(const u8* keys, u64 count, PresentRow* rows) const;
   LeaseRef acquire(const u8* keys, u64 count, u64 request, bool each);
   LeaseSet* fetch(const u8* key, u32 member, u64 request);  // nullptr: a miss
-  LeaseRef adopt(const u8* descriptors, u64 count, bool limbo_ok);
+  LeaseRef adopt(const u8* descriptors, u64 count);
   Member member(const Leased& lease, u32 member) const;
   const std::shared_ptr<Mapping>& writable(u64 place, u64 size, u8*& address) const;
 
@@ -45,6 +45,7 @@ class Client : public std::enable_shared_from_this<Client> {
     Shared<u64>& word = header_->counters[counter];
     word.store(word.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
   }
+  u64 counter(Counter counter) const { return check(), header_->counters[counter].load(std::memory_order_relaxed); }
   u32 close();  // releases what no view keeps; returns the leases that are left
 
   // For LeaseSet.
@@ -58,12 +59,13 @@ class Client : public std::enable_shared_from_this<Client> {
   void unmap_if_done() noexcept;
 
  private:
+  static constexpr u64 patience_ns = 2'000'000;  // how long an adoption waits for a scan to be over
   struct Asked {
     u64 request, started_ns;
     const u8* keys;
     u64 count;
   };
-  void revalidate(LeaseSet& set, bool each, bool limbo_ok) const;
+  void revalidate(LeaseSet& set, bool each, bool patient) const;
   void touch(TouchKind kind, const Asked& asked, u64 matched, u64 missed, const LeaseSet* set, Hit deepest, u64 bytes);
 
   ForkGuard guard_;

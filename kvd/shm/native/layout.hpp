@@ -39,6 +39,7 @@ inline constexpr u32 clients_limit = 0xFFFE;
 inline constexpr u32 segments_limit = 1024;
 
 // Words: sg, place, bucket slot, hazard.
+enum EntryFlag : u8 { entry_soft_pinned = 1, entry_hard_pinned = 2, entry_withdrawn = 4 };
 enum EntryState : u32 { entry_empty = 0, entry_writing = 1, entry_ready = 2, entry_evicting = 3 };
 enum RecordState : u8 { record_free = 0, record_pending = 1, record_published = 2 };
 enum ClientState : u32 { client_free = 0, client_attached = 1, client_disconnected = 2 };
@@ -125,7 +126,7 @@ struct ClientHeader {
 
 // The order of ClientHeader::counters; the rest is reserved.
 enum Counter : u32 {
-  count_lookups, count_keys_asked, count_keys_hit, count_leases, count_leases_released, count_bytes_leased,
+  count_lookups, count_keys_asked, count_keys_hit, count_leases, count_leases_released, count_bytes_viewed,
   count_fetches, count_adopts, count_adopts_failed, count_verify_failed, count_bytes_filled,
 };
 

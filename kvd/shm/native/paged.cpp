@@ -11,6 +11,18 @@ namespace kvd {
 namespace {
 
 // Whole calls below this stay in the cache, and runs below this gain nothing from going past it.
+#ifndef KVD_AHEAD
+#define KVD_AHEAD 4096
+#endif
+#ifndef KVD_PIECE
+#define KVD_PIECE 1024
+#endif
+#ifndef KVD_GMIN
+#define KVD_GMIN 256
+#endif
+#ifndef KVD_SMIN
+#define KVD_SMIN 256
+#endif
 constexpr std::uint64_t stream_run_bytes_min = 256;
 
 constexpr std::uint32_t buffers_max = 4096;  // tensors, sources or destinations of one call
@@ -91,7 +103,7 @@ class RunCopier {
   RunCopier(const PagedRun& run, PagedDirection direction, bool stream) noexcept
       : copy_runs_(kernels().copy_runs),
         run_bytes_(run.run_bytes),
-        stream_(stream && run.run_bytes >= stream_run_bytes_min) {
+        stream_(stream && run.run_bytes >= (direction == PagedDirection::gather ? KVD_GMIN : KVD_SMIN)) {
     const bool gather = direction == PagedDirection::gather;
     for (const PagedDim& dim : run.dims) {
       const Level level{dim.count, gather ? dim.object_stride : dim.paged_stride,
@@ -104,6 +116,9 @@ class RunCopier {
       }
     }
   }
+
+  // Part of a run without dims.
+  void copy_piece(Sides at, std::size_t bytes) const noexcept { copy_runs_(at.dst, at.src, bytes, 1, 0, 0, stream_); }
 
   void copy(Sides at) const noexcept {
     std::uint64_t index[paged_dims_max] = {};
@@ -163,6 +178,71 @@ PagedPlan::PagedPlan(std::uint64_t object_bytes, std::uint64_t blocks_count, std
   }
 }
 
+namespace {
+
+// Gather of one run from blocks in any order. The hardware prefetcher cannot guess where the next block is, so its start
+// is asked for while the current one is copied: all of the coming short runs within the first stretch, or the head of the
+// next long run little by little, since a burst of requests would stand in the way of the copy.
+class BlockGatherer {
+ public:
+  BlockGatherer(const RunCopier& copier, const PagedRun& run, const std::uint8_t* paged, const std::uint32_t* ids,
+                std::uint64_t count) noexcept
+      : copier_(copier), run_(run), paged_(paged), ids_(ids), count_(count) {}
+
+  void copy(std::uint8_t* object) const noexcept {
+    const bool long_run = run_.dims.empty() && run_.run_bytes >= 2 * ahead_bytes;
+    const std::uint64_t asked_bytes = std::min(run_.run_bytes, ahead_bytes);
+    const std::uint64_t distance = std::min<std::uint64_t>((ahead_bytes + run_.run_bytes - 1) / run_.run_bytes, 64);
+    for (std::uint64_t b = 0; b < std::min(distance, count_); ++b) ask(b, 0, asked_bytes);
+    for (std::uint64_t b = 0; b < count_; ++b, object += run_.object_block_stride) {
+      if (long_run) {
+        copy_long(object, b);
+        continue;
+      }
+      ask(b + distance, 0, asked_bytes);
+      copier_.copy({object, block(b)});
+    }
+  }
+
+ private:
+  static constexpr std::uint64_t line_bytes = 64;
+  static constexpr std::uint64_t ahead_bytes = KVD_AHEAD;
+  static constexpr std::uint64_t piece_bytes = KVD_PIECE;
+
+  const std::uint8_t* block(std::uint64_t b) const noexcept { return paged_ + ids_[b] * run_.paged_block_stride; }
+
+  // Inlined by force: gcc takes a function that only prefetches for one without effect, and drops its calls.
+  [[gnu::always_inline]] void ask(std::uint64_t b, std::uint64_t offset, std::uint64_t bytes) const noexcept {
+    if (b >= count_) return;
+    for (std::uint64_t at = 0; at < bytes; at += line_bytes) __builtin_prefetch(block(b) + offset + at);
+  }
+
+  void copy_long(std::uint8_t* object, std::uint64_t b) const noexcept {
+    const std::uint8_t* from = block(b);
+    const std::uint64_t head = run_.run_bytes - ahead_bytes;
+    copier_.copy_piece({object, from}, head);
+    for (std::uint64_t at = 0; at < ahead_bytes; at += piece_bytes) {
+      ask(b + 1, at, piece_bytes);
+      copier_.copy_piece({object + head + at, from + head + at}, piece_bytes);
+    }
+  }
+
+  const RunCopier& copier_;
+  const PagedRun& run_;
+  const std::uint8_t* paged_;
+  const std::uint32_t* ids_;
+  std::uint64_t count_;
+};
+
+void scatter_run(const RunCopier& copier, const PagedRun& run, const std::uint8_t* object, std::uint8_t* paged,
+                 const std::uint32_t* ids, std::uint64_t count) {
+  for (std::uint64_t b = 0; b < count; ++b, object += run.object_block_stride) {
+    copier.copy({paged + ids[b] * run.paged_block_stride, object});
+  }
+}
+
+}  // namespace
+
 void paged_copy(const PagedPlan& plan, PagedDirection direction, std::uint8_t* const* objects,
                 std::size_t objects_count, std::uint8_t* const* tensors, const std::uint32_t* block_ids) {
   const bool stream = plan.moved_bytes_ * objects_count >= stream_bytes_min;
@@ -171,9 +251,10 @@ void paged_copy(const PagedPlan& plan, PagedDirection direction, std::uint8_t* c
       const RunCopier copier(run, direction, stream);
       std::uint8_t* paged = tensors[run.tensor] + run.paged_offset;
       std::uint8_t* object = objects[o] + run.object_offset;
-      for (std::uint64_t b = 0; b < plan.blocks_per_object_; ++b, object += run.object_block_stride) {
-        std::uint8_t* block = paged + block_ids[b] * run.paged_block_stride;
-        copier.copy(direction == PagedDirection::gather ? Sides{object, block} : Sides{block, object});
+      if (direction == PagedDirection::gather) {
+        BlockGatherer(copier, run, paged, block_ids, plan.blocks_per_object_).copy(object);
+      } else {
+        scatter_run(copier, run, object, paged, block_ids, plan.blocks_per_object_);
       }
     }
   }

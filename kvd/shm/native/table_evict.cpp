@@ -12,13 +12,12 @@ Evicted Table::evict(const u32* entries, u64 count, bool withdraw) {
   for (u64 i = 0; i < count; ++i) {
     check_entry(entries[i]);
     const u32 state = sg_state(index_.entry(entries[i]).sg.load(memory_order_relaxed));
-    if (state != entry_ready && state != entry_evicting) {
-      fail<std::runtime_error>("evict: entry ", entries[i], " is in state ", state, ", not READY or EVICTING");
+    if (state != entry_ready) {
+      fail<std::runtime_error>("evict: entry ", entries[i], " is in state ", state, ", not READY");
     }
   }
   Evicted out;
   out.freed.reserve(count);
-  std::vector<u8> was_ready(count);
   for (u64 i = 0; i < count; ++i) {
     if (marked(entries[i])) {
       for (u64 j = 0; j < i; ++j) unmark(entries[j]);
@@ -28,9 +27,7 @@ Evicted Table::evict(const u32* entries, u64 count, bool withdraw) {
   }
   for (u64 i = 0; i < count; ++i) {
     Shared<u64>& sg = index_.entry(entries[i]).sg;
-    const u64 now = sg.load(memory_order_relaxed);
-    was_ready[i] = sg_state(now) == entry_ready;
-    sg.store(sg_of(sg_generation(now), entry_evicting), memory_order_relaxed);
+    sg.store(sg_of(sg_generation(sg.load(memory_order_relaxed)), entry_evicting), memory_order_relaxed);
   }
   if (!mutant::daemon_fence) std::atomic_thread_fence(std::memory_order_seq_cst);
   if (!mutant::hazard_scan) {
@@ -52,11 +49,14 @@ Evicted Table::evict(const u32* entries, u64 count, bool withdraw) {
       free_entry(number, out);
     } else {
       out.held.push_back(number);
-      if (withdraw) {
-        clear_slot(number);  // limbo: nobody new finds it, and its key may be published anew
-      } else if (was_ready[i]) {
-        sg.store(sg_of(sg_generation(sg.load(memory_order_relaxed)), entry_ready), memory_order_release);
+      if (withdraw) {  // limbo: nobody new finds it, and its key may be published anew
+        clear_slot(number);
+        Shared<u8>& flags = index_.entry(number).flags;
+        flags.store(flags.load(memory_order_relaxed) | entry_withdrawn, memory_order_relaxed);
       }
+      // Back to READY in limbo too: a worker that adopts what its scheduler holds must see it stand, while EVICTING could
+      // also mean that the scan has passed the worker's hazard (docs/design/lease-protocol.md).
+      sg.store(sg_of(sg_generation(sg.load(memory_order_relaxed)), entry_ready), memory_order_release);
     }
   }
   return out;
@@ -164,7 +164,9 @@ std::vector<u32> Table::scan(u32 begin, u32 count) const {
   const u32 end = static_cast<u32>(std::min<u64>(u64{begin} + count, index().shape().families_max));
   std::vector<u32> ready;
   for (u32 i = begin; i < end; ++i) {
-    if (sg_state(index_.entry(i).sg.load(memory_order_relaxed)) == entry_ready) ready.push_back(i);
+    const Entry& entry = index_.entry(i);
+    if (sg_state(entry.sg.load(memory_order_relaxed)) != entry_ready) continue;
+    if ((entry.flags.load(memory_order_relaxed) & entry_withdrawn) == 0) ready.push_back(i);
   }
   return ready;
 }
@@ -172,7 +174,10 @@ std::vector<u32> Table::scan(u32 begin, u32 count) const {
 void Table::set_flags(const u32* entries, u64 count, u8 flags) {
   guard_.check("a table");
   for (u64 i = 0; i < count; ++i) check_entry(entries[i]);
-  for (u64 i = 0; i < count; ++i) index_.entry(entries[i]).flags.store(flags, memory_order_relaxed);
+  for (u64 i = 0; i < count; ++i) {
+    Shared<u8>& to = index_.entry(entries[i]).flags;
+    to.store((to.load(memory_order_relaxed) & entry_withdrawn) | (flags & ~entry_withdrawn), memory_order_relaxed);
+  }
 }
 
 }  // namespace kvd

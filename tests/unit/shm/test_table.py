@@ -312,8 +312,8 @@ def test_leases_cross_to_another_client(world: World, keys: bytes) -> None:
     wire = batch.export()
     assert [row[:2] for row in layout.DESCRIPTOR.iter_unpack(wire)] == [(EPOCH, 0), (EPOCH, 1), (EPOCH, 2)]
     world.evict(1, withdraw=True)
-    assert worker.adopt(wire, False).mask == bytes([1, 0, 1])
-    adopted = worker.adopt(wire, True)
+    assert worker.adopt(wire).mask == bytes([1, 1, 1])
+    adopted = worker.adopt(wire)
     assert adopted.mask == bytes([1, 1, 1])
     batch.release()
     assert bytes(adopted[1].view()) == expected(1)
@@ -322,10 +322,10 @@ def test_leases_cross_to_another_client(world: World, keys: bytes) -> None:
     assert world.evict(0, 1, 2) == ([0, 1, 2], [])
     world.reserve([0])
     world.table.publish(0, key(keys, 0), b"\0", 3, 1, u32(0), u64(1), u32(0))
-    assert worker.adopt(wire, True).mask == bytes(3)
-    assert region.counters()[layout.Counter.ADOPTS_FAILED] == 1 + 3
+    assert worker.adopt(wire).mask == bytes(3)
+    assert region.counters()[layout.Counter.ADOPTS_FAILED] == 3
     with pytest.raises(ValueError, match="descriptors has 25 bytes"):
-        worker.adopt(wire[:25], True)
+        worker.adopt(wire[:25])
 
 
 def test_touches_tell_of_runs(world: World, keys: bytes) -> None:
