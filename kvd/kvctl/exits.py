@@ -1,0 +1,64 @@
+"""Exit codes of kvctl and how an error becomes one line and a code.
+
+Called by the group of commands (`kvd.kvctl.group`) and by commands whose answer may be no. Pure; any thread.
+Invariant: the numbers are an interface that scripts use; they are in the help of kvctl and in docs/operations.md.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+from kvd.errors import (
+    CapacityError,
+    CompatibilityError,
+    ConfigError,
+    KvdError,
+    UnavailableError,
+    UsageError,
+)
+
+
+class ExitCode(IntEnum):
+    """What kvctl ends with."""
+
+    OK = 0
+    NO = 1  # the answer is no: not found, a check failed, something could not be dropped
+    USAGE = 2
+    UNAVAILABLE = 3
+    REFUSED = 4
+    ERROR = 5
+    INTERRUPTED = 130
+
+
+# Two line breaks and \b keep the lines of this text as they are in the help.
+HELP: Final = (
+    "\b\nExit codes: 0 done. 1 the answer is no (not found, a check failed, something was kept).\n"
+    "2 wrong usage. 3 no daemon, or no answer in time. 4 refused or denied. 5 another error of kvd.\n"
+    "130 interrupted."
+)
+
+_REFUSALS: Final = ("KVD-USAGE-DENIED", "KVD-USAGE-GONE")
+_NOT_FOUND: Final = ("KVD-USAGE-NOT-FOUND",)
+_ADVICE: Final = {
+    "KVD-UNAVAILABLE-DEADLINE": "look at it with 'kvctl doctor' and its log, or wait longer with --timeout",
+    "KVD-UNAVAILABLE-CONNECT": "look at the socket with 'kvctl doctor'",
+}
+
+
+def exit_code(error: KvdError) -> ExitCode:
+    """The exit code for an error that ends a command."""
+    if error.code.startswith(_NOT_FOUND) or isinstance(error, ConfigError):
+        return ExitCode.NO
+    if isinstance(error, CapacityError | CompatibilityError) or error.code.startswith(_REFUSALS):
+        return ExitCode.REFUSED
+    if isinstance(error, UnavailableError):
+        return ExitCode.UNAVAILABLE
+    return ExitCode.USAGE if isinstance(error, UsageError) else ExitCode.ERROR
+
+
+def line(error: KvdError) -> str:
+    """What happened, what to do, and the code, in one line (a configuration may have several mistakes: one each)."""
+    advice = _ADVICE.get(error.code)
+    message = f"{error.message}; {advice}" if advice else error.message
+    return f"kvctl: {message} [{error.code}]"

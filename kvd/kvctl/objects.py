@@ -1,0 +1,251 @@
+"""`kvctl ls` and `kvctl inspect`: what is stored.
+
+Called by `kvd.kvctl.group`. `inspect --verify` attaches as a reader, so it needs a client slot; nothing else here does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvd.errors import CorruptionError, UsageError
+from kvd.kvctl import output
+from kvd.kvctl.exits import ExitCode
+from kvd.kvctl.session import (
+    DEADLINE_S,
+    JsonOption,
+    SocketOption,
+    TimeoutOption,
+    connected,
+    print_json,
+    shared,
+    socket_of,
+)
+from kvd.kvctl.status import namespaces_table
+
+if TYPE_CHECKING:
+    from kvd.clientlib.store import Admin
+
+PAGE_FAMILIES = 1000
+KeyArgument = Annotated[
+    str, typer.Argument(metavar="KEY", help="Hex digits of the key, the first 8 or more.")
+]
+
+
+def ls(
+    ctx: typer.Context,
+    namespace: Annotated[
+        str | None,
+        typer.Argument(metavar="[NAMESPACE]", help="Number, label or root; without it: all namespaces."),
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Families shown at most.")] = 100,
+    everything: Annotated[bool, typer.Option("--all", help="All families, whatever --limit says.")] = False,
+    socket: SocketOption = None,
+    timeout: TimeoutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List namespaces, or the families (chunks) of one namespace."""
+    with connected(ctx, socket, timeout) as admin:
+        if namespace is None:
+            rows = admin.call("status")["namespaces"]
+        else:
+            number = namespace_number(admin, namespace)
+            rows, more = _families(admin, number, None if everything else limit)
+    out = output.console()
+    if namespace is None:
+        if as_json:
+            print_json(rows)
+        else:
+            out.print(namespaces_table(rows) if rows else "no namespaces: no client has registered one yet")
+    elif as_json:
+        print_json({"families": rows, "more": more})
+    else:
+        _show_families(out, rows, more=more)
+
+
+def inspect(
+    ctx: typer.Context,
+    key: KeyArgument,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read the bytes and compare them with their checksums.")
+    ] = False,
+    socket: SocketOption = None,
+    timeout: TimeoutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one family: its members, where they lie, who holds it. Exit code 1 if it is absent or damaged."""
+    with connected(ctx, socket, timeout) as admin:
+        answer = admin.call("inspect", key=key)
+        holders = [row for row in admin.call("clients") if row["slot"] in answer["holders"]]
+        names = {row["number"]: row["label"] for row in admin.call("status")["namespaces"]}
+    answer["holders"] = [{name: row[name] for name in ("slot", "pid", "name")} for row in holders]
+    if verify:
+        given = timeout if timeout is not None else shared(ctx).timeout_s
+        _verify(socket_of(ctx, socket), answer, given if given is not None else DEADLINE_S)
+    if as_json:
+        print_json(answer)
+    else:
+        _show_family(output.console(), answer, names.get(answer["namespace"], "?"))
+    if any(member.get("verified") is False for member in answer["members"]):
+        raise typer.Exit(ExitCode.NO)
+
+
+def namespace_number(admin: Admin, text: str) -> int:
+    """The number of the namespace that a person named by number, label or the beginning of its root."""
+    known = admin.call("status")["namespaces"]
+    matches = [row for row in known if text in (str(row["number"]), row["label"], row["root"])]
+    if not matches and len(text) >= 8:
+        matches = [row for row in known if row["root"].startswith(text.lower())]
+    if len(matches) == 1:
+        return int(matches[0]["number"])
+    if matches:
+        numbers = ", ".join(str(row["number"]) for row in matches)
+        raise UsageError(
+            f"{text!r} names the namespaces {numbers}; give a number", code="namespace", namespace=text
+        )
+    listed = ", ".join(f"{row['number']} ({row['label']})" for row in known[:8]) or "none"
+    raise UsageError(
+        f"there is no namespace {text!r}; kvctl ls shows them: {listed}{', …' if len(known) > 8 else ''}",
+        code="not-found", namespace=text,
+    )  # fmt: skip
+
+
+def _families(admin: Admin, namespace: int, limit: int | None) -> tuple[list[dict[str, Any]], bool]:
+    """Families of a namespace, page by page, up to `limit` (None: all), and whether there are more."""
+    rows: list[dict[str, Any]] = []
+    start: int | None = 0
+    while start is not None and (limit is None or len(rows) < limit):
+        ask = PAGE_FAMILIES if limit is None else min(PAGE_FAMILIES, limit - len(rows))
+        page = admin.call("ls", namespace=namespace, start=start, limit=ask)
+        rows += page["families"]
+        start = page["next"]
+    return rows, start is not None
+
+
+def _show_families(out: Console, rows: list[dict[str, Any]], *, more: bool) -> None:
+    if not rows:
+        out.print("no families in this namespace")
+        return
+    first = "key" if out.width >= output.WIDE_COLUMNS else "key (begins with)"
+    out.print(
+        output.table(
+            (first, "chunk", "size", "members", "idle", "pin"),
+            [
+                (
+                    output.key(out, row["key"]),
+                    f"{row['depth']:,}",
+                    output.size(row["size_bytes"]),
+                    _members(row),
+                    output.duration(row["idle_s"]),
+                    "-" if row["pin"] == "none" else row["pin"],
+                )
+                for row in rows
+            ],
+            right=(1, 2, 3),
+        )
+    )  # fmt: skip
+    if more:
+        out.print(f"{len(rows):,} shown; more with --limit N or --all")
+
+
+def _members(row: dict[str, Any]) -> str:
+    have = row["members_count"] - row["missing"]
+    return str(have) if not row["missing"] else f"{have} of {row['members_count']}"
+
+
+def _show_family(out: Console, answer: dict[str, Any], label: str) -> None:
+    holders = ", ".join(f"{row['name']} (pid {row['pid']})" for row in answer["holders"]) or "nobody"
+    missing = (
+        f", {answer['missing']} of {answer['members_count']} members missing" if answer["missing"] else ""
+    )
+    rows = [
+        ("key", answer["key"]),
+        ("namespace", f"{answer['namespace']} ({label})"),
+        ("chunk", f"number {answer['depth']} of its chain, generation {answer['generation']}"),
+        ("state", f"{answer['state']}{missing}"),
+        ("size", f"{output.size(answer['size_bytes'])} of the pool"),
+        ("idle", output.duration(answer["idle_s"])),
+        ("pin", answer["pin"]),
+        ("leased by", holders),
+    ]
+    if answer["split"]:
+        rows.append(("split", ", ".join(f"{name} {value}" for name, value in answer["split"].items())))
+    out.print(output.facts(rows))
+    out.print()
+    verified = any("verified" in member for member in answer["members"])
+    out.print(
+        output.table(
+            (
+                "member",
+                "size",
+                "segment",
+                "offset",
+                "heads",
+                "layers",
+                "checksum",
+                *(["bytes"] if verified else []),
+            ),
+            [
+                (
+                    str(member["member"]),
+                    output.size(member["size_bytes"]),
+                    str(member["segment"]),
+                    f"{member['offset']:#x}",
+                    _range(member["heads"]),
+                    _range(member["layers"]),
+                    member["checksum"],
+                    *([_verdict(member)] if verified else []),
+                )
+                for member in answer["members"]
+            ],
+            right=(0, 1, 2, 3),
+        )
+    )
+    if any(member.get("verified") is False for member in answer["members"]):
+        out.print(
+            output.styled(
+                "damaged: the bytes are not those that were published. Take it out of use: "
+                f"kvctl withdraw {answer['key'][:16]}",
+                "bad",
+            )
+        )
+
+
+def _range(pair: list[int]) -> str:
+    return "all" if pair == [0, 0] else f"{pair[0]}-{pair[1] - 1}"
+
+
+def _verdict(member: dict[str, Any]) -> Any:
+    return output.styled("intact", "ok") if member["verified"] else output.styled("DAMAGED", "bad")
+
+
+def _verify(path: str, answer: dict[str, Any], deadline_s: float) -> None:
+    """Read every member under a lease, compare, and note the outcome with it."""
+    from kvd.clientlib.store import connect
+
+    identity = bytes.fromhex(answer["key"])
+    with connect(path, client="kvctl inspect", access="read", deadline_s=deadline_s) as store:
+        for member in answer["members"]:
+            lease = store.fetch(identity, member["member"])
+            if lease is None:
+                raise UsageError(
+                    f"the family {answer['key'][:16]} left while it was looked at; nothing to verify",
+                    code="not-found",
+                )
+            with contextlib.closing(_Release(lease)):
+                try:
+                    lease.verify(member["member"])
+                    member["verified"] = True
+                except CorruptionError as error:
+                    member["verified"] = False
+                    member["found"] = error.fields["found"]
+
+
+class _Release:
+    """`close` for `contextlib.closing`."""
+
+    def __init__(self, lease: Any) -> None:
+        self.close = lease.release

@@ -1,0 +1,73 @@
+"""What every command needs first: the options it shares with the others, and a connection to the daemon.
+
+Used by the commands, in the calling thread. Invariant: importing this module imports nothing of the client library, so
+that commands without a daemon start fast.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from kvd.clientlib.store import Admin
+
+SOCKET_HELP = "Socket of the daemon; default: KVD_SOCKET, or /run/kvd/kvd.sock."
+DEADLINE_S = 5.0
+
+SocketOption = Annotated[str | None, typer.Option("--socket", metavar="PATH", help=SOCKET_HELP)]
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option("--timeout", metavar="SECONDS", min=0.001, max=86400, help="How long to wait for the daemon."),
+]  # fmt: skip
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Options given before the command."""
+
+    socket: str | None = None
+    timeout_s: float | None = None
+
+
+def shared(ctx: typer.Context) -> Shared:
+    """The options given before the command."""
+    return ctx.obj if isinstance(ctx.obj, Shared) else Shared()
+
+
+def socket_of(ctx: typer.Context, socket: str | None) -> str:
+    """The socket to use: of the command, before the command, KVD_SOCKET, the default."""
+    from kvd.clientlib.control import socket_path
+
+    return socket_path(socket or shared(ctx).socket)
+
+
+def open_admin(path: str, deadline_s: float) -> Admin:
+    """A connection to the daemon. Raises UnavailableError, UsageError, CompatibilityError."""
+    from kvd.clientlib.store import Admin
+
+    return Admin(path, deadline_s=deadline_s)
+
+
+@contextmanager
+def connected(
+    ctx: typer.Context, socket: str | None, timeout_s: float | None, least_s: float = DEADLINE_S
+) -> Iterator[Admin]:
+    """A connection for the time of a command. `least_s` is the deadline if the operator gave none."""
+    given = timeout_s if timeout_s is not None else shared(ctx).timeout_s
+    admin = open_admin(socket_of(ctx, socket), given if given is not None else least_s)
+    try:
+        yield admin
+    finally:
+        admin.close()
+
+
+def print_json(value: Any) -> None:
+    """One JSON value on standard output."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))

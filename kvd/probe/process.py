@@ -1,0 +1,50 @@
+"""Limits of a process, this one or the daemon's, from /proc."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvd.probe import files
+
+_CAP_IPC_LOCK = 14
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLimits:
+    """Limits that kvd meets. None: unlimited."""
+
+    memlock_soft_bytes: int | None
+    memlock_hard_bytes: int | None
+    open_files_soft: int | None
+    open_files_hard: int | None
+    may_lock: bool  # CAP_IPC_LOCK: the memlock limit does not apply
+
+
+def limits(pid: int | str = "self", root: Path = Path("/")) -> ProcessLimits | None:
+    """Of the process `pid`; None if it is gone or belongs to somebody else."""
+    text = files.text(root / f"proc/{pid}/limits")
+    if text is None:
+        return None
+    rows: dict[str, tuple[int | None, int | None]] = {}
+    for line in text.splitlines():
+        # "Max open files            1024                 524288               files": names have 25 columns.
+        words = line[25:].split()
+        if len(words) >= 2:
+            rows[line[:25].strip()] = (_bound(words[0]), _bound(words[1]))
+    memlock, open_files = (
+        rows.get("Max locked memory", (None, None)),
+        rows.get("Max open files", (None, None)),
+    )
+    return ProcessLimits(*memlock, *open_files, _may_lock(files.text(root / f"proc/{pid}/status") or ""))
+
+
+def _bound(word: str) -> int | None:
+    return int(word) if word.isdigit() else None
+
+
+def _may_lock(status: str) -> bool:
+    for line in status.splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> _CAP_IPC_LOCK & 1)
+    return False
