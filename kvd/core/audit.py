@@ -36,6 +36,8 @@ def _numbers(books: Books) -> None:
     ):
         returned = numbers.returned()
         _require(len(set(returned)) == len(returned), f"a number of {name} is free twice")
+        free_count = numbers.end - numbers.fresh + len(returned)
+        _require(free_count == numbers.free_count, f"free {name} are counted wrong")
         _require(
             all(numbers.begin <= one < numbers.fresh for one in returned),
             f"a number of {name} is out of range",
@@ -190,7 +192,7 @@ def _reservations(books: Books) -> None:
         )
         claims.update(reservation.claimed)
         for item in live:
-            pending[reservation.members[item % m].index, reservation.key8s[item // m]] += 1
+            pending[reservation.shape.indexes[item % m], reservation.key8s[item // m]] += 1
             taken.add(reservation.records[item])
         records += len(live)
         for family, promise in enumerate(reservation.promised):

@@ -16,7 +16,7 @@ from kvd.core.events import Again, DoAgain, DoEvict, DoPublish, Effect, Evicted,
 from kvd.core.forest import Forest
 from kvd.core.journal import Ghosts, Journal
 from kvd.core.pins import Pins
-from kvd.core.reservations import Reservations
+from kvd.core.reservations import Reservations, Shapes
 from kvd.core.slots import Slots
 from kvd.errors import ConfigError
 
@@ -84,6 +84,7 @@ class Books:
         self.forest.policy = policy.make(config.policy, config.protected_share, self.forest.run_bytes)
         self.forest.pins = Pins(self.forest)
         self.reservations = Reservations()
+        self.shapes = Shapes(self.slots)
         self.journal = Journal(config.journal_requests)
         self.ghosts = Ghosts(config.ghosts)
         self.limbo: dict[int, int] = {}  # withdrawn entries that somebody still holds -> bytes of their slots

@@ -42,39 +42,38 @@ def grow(column: array[int], rows_count: int, fill: int) -> None:
 class Numbers:
     """Numbers `begin` … `end - 1`, each free or given out. What came back last is handed out first."""
 
-    __slots__ = ("_returned", "begin", "end", "fresh")
+    __slots__ = ("_returned", "begin", "end", "free_count", "fresh")
 
     def __init__(self, begin: int, end: int) -> None:
         self.begin = begin
         self.end = end
         self.fresh = begin  # everything from here on was never given out
+        self.free_count = end - begin
         self._returned: array[int] = array("I")
-
-    @property
-    def free_count(self) -> int:
-        """How many can still be taken."""
-        return self.end - self.fresh + len(self._returned)
 
     @property
     def used_count(self) -> int:
         """How many are given out."""
-        return self.fresh - self.begin - len(self._returned)
+        return self.end - self.begin - self.free_count
 
     def take(self, count: int) -> array[int]:
         """Take `count` numbers; the caller has checked that there are so many."""
         returned = self._returned
-        reused = min(count, len(returned))
-        cut = len(returned) - reused
-        taken = returned[cut:]
-        del returned[cut:]
-        if reused < count:
-            first = self.fresh
-            self.fresh = first + count - reused
-            taken.extend(range(first, self.fresh))
-        return taken
+        self.free_count -= count
+        cut = len(returned) - count
+        if cut >= 0:
+            taken = returned[cut:]
+            del returned[cut:]
+            return taken
+        self._returned = array("I")
+        first = self.fresh
+        self.fresh = first - cut
+        returned.extend(range(first, self.fresh))
+        return returned
 
     def take_one(self) -> int:
         """Take one number."""
+        self.free_count -= 1
         if self._returned:
             return self._returned.pop()
         self.fresh += 1
@@ -82,10 +81,12 @@ class Numbers:
 
     def give(self, numbers: array[int]) -> None:
         """Give numbers back."""
+        self.free_count += len(numbers)
         self._returned.extend(numbers)
 
     def give_one(self, number: int) -> None:
         """Give one number back."""
+        self.free_count += 1
         self._returned.append(number)
 
     def returned(self) -> array[int]:

@@ -1,10 +1,10 @@
 """The core of one domain: `step(now_ns, event) -> effects`.
 
 Pure and single-threaded: it knows no clock, no file and nobody else's memory. It only dispatches and
-composes; what happens is in `writing`, `administration`, `leaving` and `space`. An operation that needs an
-answer is a generator: it stands still at its `DoPublish`, `DoEvict` or `DoAgain` until the runner steps the
-core with the answer. Invariant: at most one operation waits for a `Published` or `Evicted`, and nothing else
-may happen until it comes.
+composes; what happens is in `reserving`, `publishing`, `administration`, `leaving` and `space`. An operation
+that needs an answer is a generator: it stands still at its `DoPublish`, `DoEvict` or `DoAgain` until the runner
+steps the core with the answer. Invariant: at most one operation waits for a `Published` or `Evicted`, and
+nothing else may happen until it comes.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from kvd.core.events import (
     Withdraw,
 )
 from kvd.core.leaving import Leaving
+from kvd.core.publishing import Publishing
+from kvd.core.reserving import Reserving
 from kvd.core.space import Space
-from kvd.core.writing import Writing
 from kvd.errors import InvariantError
 
 __all__ = ["Core", "CoreConfig"]
@@ -63,19 +64,20 @@ class Core:
             config.partial_grace_ns,
         )  # fmt: skip
         self._leaving = Leaving(books)
-        self._writing = Writing(books, space, self._leaving)
+        self._publishing = Publishing(books)
+        reserving = Reserving(books, space, self._leaving)
         self._administration = Administration(books, space, self._leaving)
         self._waiting: tuple[int, Flow[Any]] | None = None  # for Published or Evicted: token, operation
         self._later: dict[int, Flow[Any]] = {}  # for Again
         self._flows: dict[type[object], Callable[[Any], Flow[Any]]] = {
-            Reserve: self._writing.reserve,
-            Publish: self._writing.publish,
+            Reserve: reserving.reserve,
+            Publish: self._publishing.publish,
             Clear: self._administration.clear,
             Withdraw: self._administration.withdraw,
             Tick: lambda _: self._leaving.retry_limbo(),
         }
         self._calls: dict[type[object], Callable[[Any], None]] = {
-            Abort: self._writing.abort,
+            Abort: self._publishing.abort,
             Touched: self._touched,
             SegmentReady: self._segment_ready,
             ClientAttached: self._client_attached,
@@ -84,8 +86,7 @@ class Core:
             Unpin: self._administration.unpin,
         }
 
-    # -- stepping
-    # ------------------------------------------------------------------------------------------------------
+    # -- stepping --------------------------------------------------------------------------------------------
 
     def step(self, now_ns: int, event: Event) -> list[Effect]:
         """Take one event and say what is to be done. InvariantError: the books disagree, stop the daemon."""
@@ -132,8 +133,7 @@ class Core:
             self._waiting = (ask.token, flow)
         self._books.effects.append(ask)
 
-    # -- small events
-    # --------------------------------------------------------------------------------------------------
+    # -- small events ----------------------------------------------------------------------------------------
 
     def _segment_ready(self, event: SegmentReady) -> None:
         books = self._books
@@ -152,7 +152,7 @@ class Core:
     def _client_gone(self, event: ClientGone) -> None:
         books = self._books
         if books.clients.pop(event.client, None) is not None:
-            self._writing.client_gone(event.client)
+            self._publishing.client_gone(event.client)
             books.counters["clients_gone"] += 1
 
     def _touched(self, event: Touched) -> None:
@@ -180,8 +180,7 @@ class Core:
         books.counters[name] += 1
         return cause
 
-    # -- asking
-    # --------------------------------------------------------------------------------------------------------
+    # -- asking ----------------------------------------------------------------------------------------------
 
     @property
     def counters(self) -> dict[str, int]:

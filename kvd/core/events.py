@@ -130,8 +130,7 @@ class ClientGone:
     client: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reserve:
+class Reserve(NamedTuple):
     """A client wants to write n families × m members."""
 
     client: int
@@ -150,8 +149,7 @@ class Reserve:
     present: bytes  # fact, u8 × n·m, family-major: this member is published
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(NamedTuple):
     """Items [first, first + len(include)) of a reservation are filled; numbered family-major."""
 
     client: int
@@ -173,8 +171,7 @@ class Abort:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
+class Published(NamedTuple):
     """Answer to `DoPublish`: what the table did with each item of it, in order."""
 
     token: int
@@ -184,8 +181,7 @@ class Published:
     entries_used: int  # the first so many of DoPublish.entries are in use now
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
+class Evicted(NamedTuple):
     """Answer to `DoEvict`."""
 
     token: int
@@ -261,8 +257,7 @@ Event: TypeAlias = (
 # --- effects -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class DoReserve:
+class DoReserve(NamedTuple):
     """Mark these records PENDING for this client."""
 
     client: int
@@ -274,8 +269,7 @@ class DoReserve:
     ranges: array[int]  # u16 × 4 an item: heads begin, heads end, layers begin, layers end
 
 
-@dataclass(frozen=True, slots=True)
-class DoPublish:
+class DoPublish(NamedTuple):
     """Publish these records under their keys; answer with `Published`."""
 
     token: int
@@ -289,8 +283,7 @@ class DoPublish:
     entries: array[int]  # u32: free ones it may use, from the first on
 
 
-@dataclass(frozen=True, slots=True)
-class DoEvict:
+class DoEvict(NamedTuple):
     """Take these families out of the index unless they are held; answer with `Evicted`."""
 
     token: int
@@ -321,8 +314,7 @@ class DoAgain:
     token: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReservedReply:
+class ReservedReply(NamedTuple):
     """Answer to `Reserve`. `reservation` is 0 when nothing was granted."""
 
     client: int
@@ -332,8 +324,7 @@ class ReservedReply:
     statuses: bytes  # ReserveStatus × n·m
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedReply:
+class PublishedReply(NamedTuple):
     """Answer to `Publish`."""
 
     client: int

@@ -16,6 +16,7 @@ when a run is split, so that what they protect keeps something behind it.
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from kvd.core.columns import Numbers, grow
@@ -37,7 +38,7 @@ class Forest:
         self.key8_of: array[int] = array("Q")
         self.home_of: array[int] = array("I")  # number of a slab it has a slot in
         self.missing_of: array[int] = array("B")  # members not yet published
-        self.partial: dict[int, None] = {}  # entries with missing members, oldest first
+        self.partial: OrderedDict[int, None] = OrderedDict()  # entries with missing members, oldest first
         # per run
         self.run_numbers = Numbers(lists_count, NONE)
         self.members: list[array[int]] = [array("I")] * lists_count
@@ -59,8 +60,7 @@ class Forest:
         self.policy: Policy
         self.pins: Pins
 
-    # -- reading
-    # -------------------------------------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------------------
 
     def is_used(self, entry: int) -> bool:
         """Whether this entry is a family of the forest."""
@@ -101,8 +101,7 @@ class Forest:
         returned = set(self.run_numbers.returned())
         return (run for run in range(lists_count, self.run_numbers.fresh) if run not in returned)
 
-    # -- entries
-    # -------------------------------------------------------------------------------------------------------
+    # -- entries ---------------------------------------------------------------------------------------------
 
     @property
     def entries_free_count(self) -> int:
@@ -119,8 +118,7 @@ class Forest:
                 grow(column, fresh, 0)
         return taken
 
-    # -- growing
-    # -------------------------------------------------------------------------------------------------------
+    # -- growing ---------------------------------------------------------------------------------------------
 
     def append(
         self, behind: int, entries: array[int], key8s: array[int], family_bytes: int, *,
@@ -222,8 +220,7 @@ class Forest:
                 reused(run, self.run_bytes[run])
             run = parent[run]
 
-    # -- shrinking
-    # -----------------------------------------------------------------------------------------------------
+    # -- shrinking -------------------------------------------------------------------------------------------
 
     def cut(self, run: int, count: int) -> int:
         """The last `count` families of the run have left, and the run with its last; returns their bytes."""
@@ -319,8 +316,7 @@ class Forest:
             return run
         return self.split(run, members.index(entry) + 1)
 
-    # -- claims
-    # --------------------------------------------------------------------------------------------------------
+    # -- claims ----------------------------------------------------------------------------------------------
 
     def claim(self, run: int) -> None:
         """A live reservation needs this run, and so everything before it, to stay."""
@@ -334,8 +330,7 @@ class Forest:
         else:
             del self.claims[run]
 
-    # -- inside
-    # --------------------------------------------------------------------------------------------------------
+    # -- inside ----------------------------------------------------------------------------------------------
 
     def _new_run(
         self,

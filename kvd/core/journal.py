@@ -8,6 +8,7 @@ identity in full.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import repeat
 
@@ -53,7 +54,7 @@ class RequestRecord:
     def __init__(self, now_ns: int) -> None:
         self.first_ns = now_ns
         self.last_ns = now_ns
-        self.touches: list[tuple[int, Touch, str]] = []  # when seen, what, why its first miss was one
+        self.touches: tuple[tuple[int, Touch, str], ...] = ()  # when seen, what, why its first miss was one
         self.touches_count = 0
         self.granted = 0
         self.present = 0
@@ -63,7 +64,7 @@ class RequestRecord:
         self.evicted_bytes = 0
         self.published = 0
         self.aborted = 0
-        self.errors: list[tuple[int, str]] = []
+        self.errors: tuple[tuple[int, str], ...] = ()
 
 
 class Journal:
@@ -71,7 +72,7 @@ class Journal:
 
     def __init__(self, requests_max: int) -> None:
         self._requests_max = requests_max
-        self._requests: dict[int, RequestRecord] = {}
+        self._requests: OrderedDict[int, RequestRecord] = OrderedDict()  # oldest first, found at once
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -85,7 +86,7 @@ class Journal:
             if len(self._requests) >= self._requests_max:
                 if not self._requests_max:
                     return None
-                del self._requests[next(iter(self._requests))]
+                self._requests.popitem(last=False)
             record = self._requests[request] = RequestRecord(now_ns)
         record.last_ns = now_ns
         return record
@@ -95,15 +96,13 @@ class Journal:
         record = self.of(touch.request, now_ns)
         if record is not None:
             record.touches_count += 1
-            record.touches.append((now_ns, touch, miss))
-            if len(record.touches) > touches_kept_max:
-                del record.touches[0]
+            record.touches = (*record.touches[1 - touches_kept_max :], (now_ns, touch, miss))
 
     def failed(self, request: int, message: str, now_ns: int) -> None:
         """An operation of the request was refused."""
         record = self.of(request, now_ns)
         if record is not None and len(record.errors) < errors_kept_max:
-            record.errors.append((now_ns, message))
+            record.errors = (*record.errors, (now_ns, message))
 
     def explain(self, request: int, now_ns: int) -> dict[str, object]:
         """All that is known about a request, JSON-able; times are ages in nanoseconds before `now_ns`."""

@@ -87,8 +87,7 @@ class Pins:
                     self._add(run, -int(bool(pinned & PinKind.SOFT)), -int(bool(pinned & PinKind.HARD)))
         return removed
 
-    # -- told by the forest
-    # --------------------------------------------------------------------------------------------
+    # -- told by the forest ----------------------------------------------------------------------------------
 
     def resized(self, run: int, delta_bytes: int) -> None:
         """The run has so many bytes more."""
@@ -125,8 +124,7 @@ class Pins:
             for before in list(self._forest.path(self._forest.parent[run])):
                 self._change(before, counts[0], counts[1])
 
-    # -- inside
-    # --------------------------------------------------------------------------------------------------------
+    # -- inside ----------------------------------------------------------------------------------------------
 
     def _add(self, run: int, soft: int, hard: int) -> None:
         for one in list(self._forest.path(run)):

@@ -32,7 +32,7 @@ def statistics(books: Books) -> dict[str, object]:
     policy_bytes = dict(zip(list_names, forest.policy.list_bytes, strict=True))
     return {
         "pool": {
-            "total_bytes": sum(slots.segment_bytes),
+            "total_bytes": slots.total_bytes,
             "usable_bytes": slots.usable_bytes,
             "used_bytes": books.published_bytes - limbo_bytes,
             "reserved_bytes": books.reserved_bytes,

@@ -17,74 +17,101 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from itertools import chain
 
 from kvd import limits
-from kvd.core.columns import u32
 from kvd.core.events import NONE, Reserve
+from kvd.core.slots import Slots
 from kvd.errors import UsageError
 from kvd.types import Member
 
 LIVE = 1  # state of an item that may still be published or given back; everything else is 0
+shapes_kept_max = 1024
+
+
+class Shape:
+    """What the items of a family are like: the same for all families of a batch, and for most batches of a client."""
+
+    __slots__ = (
+        "class_set", "classes", "family_bytes", "index_max", "indexes", "members", "members_count", "ranges", "sizes",
+        "slot_bytes",
+    )  # fmt: skip
+
+    def __init__(self, members: tuple[Member, ...], slots: Slots) -> None:
+        indexes = [member.index for member in members]
+        if not members or len(set(indexes)) != len(indexes):
+            raise UsageError(
+                f"members {indexes}: name at least one, and each once", code="member", indexes=indexes
+            )
+        self.members = members
+        self.members_count = len(members)
+        self.indexes = bytes(indexes)
+        self.index_max = max(indexes)
+        self.classes = [slots.class_for(member.size_bytes) for member in members]
+        self.slot_bytes = [size_class.slot_bytes for size_class in self.classes]
+        self.family_bytes = sum(self.slot_bytes)
+        self.class_set = 0
+        for size_class in self.classes:
+            self.class_set |= 1 << size_class.number
+        self.sizes: array[int] = array("Q", [member.size_bytes for member in members])
+        self.ranges: array[int] = array("H", chain.from_iterable((*x.heads, *x.layers) for x in members))
+
+
+class Shapes:
+    """Shapes by their members."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._known: dict[tuple[Member, ...], Shape] = {}
+        self._dropped_count = 0
+
+    def of(self, members: tuple[Member, ...]) -> Shape:
+        """The shape of these members. UsageError, CapacityError: no size class can be had for one of them."""
+        shape = self._known.get(members)
+        slots = self._slots
+        if shape is None or slots.classes_dropped_count != self._dropped_count:
+            shape = Shape(members, slots)
+            if len(self._known) >= shapes_kept_max or slots.classes_dropped_count != self._dropped_count:
+                self._known.clear()
+                self._dropped_count = slots.classes_dropped_count
+            self._known[members] = shape
+        return shape
 
 
 class Reservation:
     """One batch that is being written. Columns have a row an item (n·m) or a family (n)."""
 
     __slots__ = (
-        "claimed",
-        "class_set",
-        "client",
-        "entries",
-        "families_count",
-        "family_bytes",
-        "family_members",
-        "key8s",
-        "keys",
-        "live_count",
-        "member_bytes",
-        "members",
-        "members_count",
-        "namespace",
-        "number",
-        "op",
-        "parent_entry",
-        "places",
-        "promised",
-        "records",
-        "request",
-        "reserved_ns",
-        "split",
-        "states",
+        "claimed", "client", "entries", "families_count", "family_members", "key8s", "keys", "live_count",
+        "members_count", "namespace", "number", "parent_entry", "places", "promised", "records", "request", "shape",
+        "split", "states",
     )  # fmt: skip
 
+    # filled when granted
+    records: array[int]
+    places: array[int]
+    states: bytearray
+    live_count: int
+
     def __init__(
-        self, number: int, event: Reserve, key8s: array[int], member_bytes: list[int], now_ns: int
+        self, number: int, event: Reserve, shape: Shape, key8s: array[int], entries: array[int]
     ) -> None:
         self.number = number
         self.client = event.client
-        self.op = event.op
         self.request = event.request
         self.namespace = event.namespace
         self.keys = event.keys
         self.key8s = key8s
         self.families_count = len(key8s)
-        self.members: tuple[Member, ...] = event.members
-        self.members_count = len(event.members)
-        self.member_bytes = member_bytes  # bytes of a slot, by member
+        self.shape = shape
+        self.members_count = shape.members_count
         self.split = event.split
         self.family_members = event.family_members
         self.parent_entry = event.parent_entry  # NONE: a root, or its family has been withdrawn
-        self.reserved_ns = now_ns
-        # families as known: those that were there, and those that this reservation has published. All
-        # claimed, so valid.
-        self.entries: array[int] = u32(event.entries)[:]
+        # families as known: those that were there and those that this reservation published. All claimed, so
+        # valid.
+        self.entries = entries
         self.claimed: list[int] = []  # runs
-        self.class_set = 0
-        # filled when granted
-        self.records: array[int] = array("I")
-        self.places: array[int] = array("Q")
-        self.states = bytearray()
-        self.live_count = 0
         self.promised = bytearray()  # by family
 
     def end_promises(self, families: Iterable[int]) -> int:
@@ -188,11 +215,11 @@ class Reservations:
         self.of_client.setdefault(reservation.client, {})[reservation.number] = None
         n, m = reservation.families_count, reservation.members_count
         whole = reservation.live_count == n * m
-        for at, member in enumerate(reservation.members):
+        for at, index in enumerate(reservation.shape.indexes):
             keys: Iterable[int] = reservation.key8s
             if not whole:
                 keys = (k for k, state in zip(keys, reservation.states[at::m], strict=True) if state)
-            self.pending.add(member.index, keys)
+            self.pending.add(index, keys)
 
     def end(self, reservation: Reservation) -> None:
         """No item is live any more."""
@@ -208,7 +235,7 @@ class Reservations:
         if m == 1 and isinstance(items, range):
             states[items.start : items.stop] = bytes(len(items))
             keys = key8s[items.start : items.stop]
-            self.pending.remove(reservation.members[0].index, keys)
+            self.pending.remove(reservation.shape.indexes[0], keys)
             reservation.live_count -= len(items)
             return
         count = 0
@@ -218,7 +245,7 @@ class Reservations:
             by_member.setdefault(item % m, []).append(key8s[item // m])
             count += 1
         for at, found in by_member.items():
-            self.pending.remove(reservation.members[at].index, found)
+            self.pending.remove(reservation.shape.indexes[at], found)
         reservation.live_count -= count
 
     def forget(self, runs: set[int], entries: set[int]) -> None:
@@ -233,24 +260,22 @@ class Reservations:
                     known[family] = NONE
 
 
-def check(event: Reserve) -> int:
+def check(event: Reserve, shape: Shape) -> int:
     """How many families are asked for; UsageError if the batch is not what the protocol allows."""
     n, rest = divmod(len(event.keys), limits.identity_bytes)
-    m = len(event.members)
-    if rest or not n or not m:
-        raise UsageError(
-            f"a reservation of {len(event.keys)} B of keys × {m} members: name at least one key of 32 B and one member",
-            code="batch", key_bytes=len(event.keys), members=m,
-        )  # fmt: skip
+    m = shape.members_count
+    if rest or not n:
+        raise UsageError(f"{len(event.keys)} B of keys: name at least one, 32 B each", code="batch")
     if n * m > limits.batch_items_max:
         raise UsageError(
             f"{n} families × {m} members are {n * m} items, at most {limits.batch_items_max} go at once: split it",
             code="batch", families=n, members=m, items_max=limits.batch_items_max,
         )  # fmt: skip
-    if not 1 <= event.family_members <= limits.members_per_family_max:
+    if not shape.index_max < event.family_members <= limits.members_per_family_max:
         raise UsageError(
-            f"a family of {event.family_members} members is outside 1 … {limits.members_per_family_max}",
-            code="family", family_members=event.family_members,
+            f"a family of {event.family_members} members with member {shape.index_max}: members are numbered from 0,"
+            f" and are at most {limits.members_per_family_max}",
+            code="family", family_members=event.family_members, index=shape.index_max,
         )  # fmt: skip
     if not 0 <= event.namespace < limits.namespaces_max:
         raise UsageError(
@@ -258,12 +283,4 @@ def check(event: Reserve) -> int:
         )
     if not 0 <= event.split <= 0xFFFF:
         raise UsageError(f"split {event.split} is outside 0 … 65535", code="split", split=event.split)
-    seen = 0
-    for member in event.members:
-        if member.index >= event.family_members or seen >> member.index & 1:
-            raise UsageError(
-                f"member {member.index} is named twice or is outside a family of {event.family_members}",
-                code="member", index=member.index, family_members=event.family_members,
-            )  # fmt: skip
-        seen |= 1 << member.index
     return n

@@ -28,14 +28,16 @@ class SizeClass:
     """All slots of one size, and the slabs they are in."""
 
     __slots__ = (
-        "free_count", "number", "partial", "reserved_count", "slab_frames", "slab_slots", "slabs_count", "slot_bytes",
+        "free_count", "number", "partial", "reserved_count", "slab_frames", "slab_slots", "slabs_count",
+        "slot_bytes", "slots_max",
     )  # fmt: skip
 
-    def __init__(self, number: int, slot_bytes: int, slab_frames: int) -> None:
+    def __init__(self, number: int, slot_bytes: int, slab_frames: int, slabs_max: int) -> None:
         self.number = number
         self.slot_bytes = slot_bytes
         self.slab_frames = slab_frames
         self.slab_slots = slab_frames * limits.frame_bytes // slot_bytes
+        self.slots_max = slabs_max * self.slab_slots  # in an otherwise empty pool with all its segments
         self.partial: dict[Slab, None] = {}  # slabs with free slots; the last one is used next
         self.slabs_count = 0
         self.free_count = 0
@@ -100,17 +102,18 @@ class Slots:
     def __init__(self, segment_bytes: list[int]) -> None:
         self.segment_bytes = segment_bytes
         self.segment_frames = [size >> frame_shift for size in segment_bytes]
+        self.total_bytes = sum(segment_bytes)
         self.usable_bytes = 0
         self.frames = Frames()
         self.classes: dict[int, SizeClass] = {}  # by slot size
+        self.classes_dropped_count = 0  # whoever keeps a class looks whether this has changed
         self.slab_at: dict[int, Slab] = {}  # by each of its frames
         self._ready: list[list[tuple[int, int]]] = [[] for _ in segment_bytes]
         self._slabs: dict[int, Slab] = {}
         self._slab_numbers = Numbers(0, NONE)
         self._class_numbers = Numbers(0, limits.size_classes_max)
 
-    # -- segments
-    # ------------------------------------------------------------------------------------------------------
+    # -- segments --------------------------------------------------------------------------------------------
 
     def ready(self, segment: int, begin_bytes: int, end_bytes: int) -> None:
         """[begin, end) of the segment may be used from now on. InvariantError: it was already, or is not in it."""
@@ -130,8 +133,7 @@ class Slots:
             self.usable_bytes += count << frame_shift
             self.frames.give((segment << 48 | begin_bytes) >> frame_shift, count)
 
-    # -- classes
-    # -------------------------------------------------------------------------------------------------------
+    # -- classes ---------------------------------------------------------------------------------------------
 
     def class_for(self, size_bytes: int) -> SizeClass:
         """The class of objects of this size.
@@ -160,19 +162,15 @@ class Slots:
                     code="size-classes", retry=Retry.AFTER, size_classes_max=limits.size_classes_max,
                 )  # fmt: skip
             del self.classes[unused.slot_bytes]
+            self.classes_dropped_count += 1
             self._class_numbers.give_one(unused.number)
         frames = _slab_frames(slot_bytes, frames_max)
-        size_class = SizeClass(self._class_numbers.take_one(), slot_bytes, frames)
+        slabs_max = sum(segment // frames for segment in self.segment_frames)
+        size_class = SizeClass(self._class_numbers.take_one(), slot_bytes, frames, slabs_max)
         self.classes[slot_bytes] = size_class
         return size_class
 
-    def slots_max(self, size_class: SizeClass) -> int:
-        """How many objects of this class an empty pool could hold once all its segments are ready."""
-        slabs = sum(frames // size_class.slab_frames for frames in self.segment_frames)
-        return slabs * size_class.slab_slots
-
     # -- slots -----------------------------------------------------------------------------------------------
-    # ----------
 
     def take(self, size_class: SizeClass, count: int) -> array[int]:
         """Up to `count` places, reserved from now on: free slots first, then slabs made of free frames."""

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvd.core.columns import Numbers
 from kvd.core.events import Reason
 from kvd.core.forest import Forest
 from kvd.core.policy import HARD
-from kvd.core.reservations import Reservations
+from kvd.core.reservations import Reservations, Shape
 from kvd.core.slots import SizeClass, Slab, Slots
 
 # What may leave beyond what is wanted, to make fewer and larger evictions: never more than this part of all
@@ -37,23 +38,37 @@ class Plan:
     withdraw: bool = False
 
 
-@dataclass(slots=True)
 class Want:
-    """What one reservation needs, and how far it got."""
+    """What one reservation needs, and the places found for it so far, one column per member."""
 
-    entries_count: int
-    records_count: int
-    classes: list[tuple[SizeClass, int]]  # one per member
-    taken: list[array[int]] = field(
-        default_factory=list
-    )  # places, one column per member, as far as they were found
+    __slots__ = ("counts", "entries_count", "records_count", "shape", "taken")
+
+    def __init__(self, shape: Shape, entries_count: int, records_count: int, counts: list[int]) -> None:
+        self.shape = shape
+        self.entries_count = entries_count
+        self.records_count = records_count
+        self.counts = counts  # items, by member
+        self.taken: list[array[int]] = []
+
+
+@dataclass(slots=True)
+class Search:
+    """What was tried to make room for one want, so that nothing is tried twice."""
+
     tried: set[int] = field(default_factory=set)  # runs found held, or that could not give what was wanted
     avoid: set[int] = field(default_factory=set)  # slabs that cannot be cleared
     hopeless: set[int] = field(default_factory=set)  # slabs around which there is no window
-    limbo_tried: bool = False
-    evicted_families: int = 0
-    evicted_bytes: int = 0
+    families: int = 0  # that left
+    size_bytes: int = 0
     held_bytes: int = 0
+
+
+class Short(NamedTuple):
+    """What is missing to a want."""
+
+    reason: Reason
+    size_class: SizeClass | None  # None: any will do
+    missing_count: int
 
 
 class Space:
@@ -70,23 +85,22 @@ class Space:
         self._batch_families = batch_families
         self._partial_grace_ns = partial_grace_ns
 
-    def take(self, want: Want) -> tuple[Reason, SizeClass | None, int] | None:
-        """Take what is free. None: that is all the want needs. Otherwise what is short, of what, how many."""
+    def take(self, want: Want) -> Short | None:
+        """Take what is free. None: that is all the want needs."""
         short = want.entries_count - self._forest.entries_free_count
         if short > 0:
-            return Reason.ENTRIES, None, short
+            return Short(Reason.ENTRIES, None, short)
         short = want.records_count - self._records.free_count
         if short > 0:
-            return Reason.RECORDS, None, short
-        while len(want.taken) < len(want.classes):
-            want.taken.append(array("Q"))
-        for places, (size_class, count) in zip(want.taken, want.classes, strict=True):
-            short = count - len(places)
-            if short:
-                places.extend(self._slots.take(size_class, short))
-                short = count - len(places)
-                if short:
-                    return Reason.SPACE, size_class, short
+            return Short(Reason.RECORDS, None, short)
+        taken = want.taken
+        for at, (size_class, count) in enumerate(zip(want.shape.classes, want.counts, strict=True)):
+            if at == len(taken):
+                taken.append(self._slots.take(size_class, count))
+            elif len(taken[at]) < count:
+                taken[at].extend(self._slots.take(size_class, count - len(taken[at])))
+            if len(taken[at]) < count:
+                return Short(Reason.SPACE, size_class, count - len(taken[at]))
         return None
 
     def give_up(self, want: Want) -> None:
@@ -95,13 +109,12 @@ class Space:
             self._slots.give(places, reserved=True)
         want.taken.clear()
 
-    def plan(
-        self, want: Want, reason: Reason, size_class: SizeClass | None, count: int, now_ns: int
-    ) -> Plan | None:
-        """Who leaves next, so that `count` slots of the class (or entries, records) come free. None: nobody."""
+    def plan(self, search: Search, short: Short, now_ns: int) -> Plan | None:
+        """Who leaves next, so that what is short comes free. None: nobody can."""
+        reason, size_class, count = short
         forest = self._forest
         if forest.partial:
-            plan = self._plan_partial(want, count, now_ns)
+            plan = self._plan_partial(search, now_ns)
             if plan is not None:
                 return plan
         surplus = min(self._batch_families, forest.entries.used_count // surplus_divisor)
@@ -109,15 +122,15 @@ class Space:
         planned: dict[int, int] = {}
         chosen: array[int] = array("I")
         for run in forest.policy.victims():
-            if run in want.tried or not self._may_leave(run, planned):
+            if run in search.tried or not self._may_leave(run, planned):
                 continue
             if size_class is not None and not forest.has_class(run, size_class.number):
                 if planned:
                     break  # first what is colder than this one
-                window = self._plan_window(want, run, size_class)
+                window = self._plan_window(search, run, size_class)
                 if window is not None:
                     return window
-                want.tried.add(run)
+                search.tried.add(run)
                 continue
             members = forest.members[run]
             some = min(len(members), families_wanted - len(chosen))
@@ -143,8 +156,7 @@ class Space:
             entries.extend(forest.members[run][-count:])
         return Plan(entries, ordered, reason)
 
-    # -- inside
-    # --------------------------------------------------------------------------------------------------------
+    # -- inside ----------------------------------------------------------------------------------------------
 
     def _may_leave(self, run: int, planned: dict[int, int]) -> bool:
         """Nothing stays behind the run: no claims, and no children but those that leave with this plan."""
@@ -153,7 +165,7 @@ class Space:
             return False
         return all(planned.get(child) == len(forest.members[child]) for child in forest.children(run))
 
-    def _plan_partial(self, want: Want, count: int, now_ns: int) -> Plan | None:
+    def _plan_partial(self, search: Search, now_ns: int) -> Plan | None:
         """Families that were never completed, nobody is writing the rest of, and that had their time."""
         forest = self._forest
         is_pending = self._reservations.is_pending
@@ -161,38 +173,38 @@ class Space:
             run = forest.run_of[entry]
             if now_ns - forest.touched_ns[run] < self._partial_grace_ns:
                 break  # the oldest stand first; a rank publishes its member a moment after another
-            if run in want.tried or is_pending(forest.key8_of[entry]) or forest.policy.list_of[run] == HARD:
+            if run in search.tried or is_pending(forest.key8_of[entry]) or forest.policy.list_of[run] == HARD:
                 continue
             plan = self.subtree({run: forest.members[run].index(entry)}, Reason.PARTIAL)
-            if not self._is_blocked(want, plan):
+            if not self._is_blocked(search, plan):
                 return plan
-            want.tried.add(run)
+            search.tried.add(run)
         return None
 
-    def _is_blocked(self, want: Want, plan: Plan) -> bool:
+    def _is_blocked(self, search: Search, plan: Plan) -> bool:
         forest = self._forest
         list_of, claims = forest.policy.list_of, forest.claims
-        return any(run in claims or run in want.tried or list_of[run] == HARD for run, _ in plan.cuts)
+        return any(run in claims or run in search.tried or list_of[run] == HARD for run, _ in plan.cuts)
 
-    def _plan_window(self, want: Want, run: int, size_class: SizeClass) -> Plan | None:
+    def _plan_window(self, search: Search, run: int, size_class: SizeClass) -> Plan | None:
         """Clear the cheapest window of frames around the run's coldest family, for a slab of the class."""
         forest = self._forest
         home = self._slots.slab(forest.home_of[forest.members[run][-1]])
-        if home.number in want.hopeless or len(want.hopeless) >= windows_tried_max:
+        if home.number in search.hopeless or len(search.hopeless) >= windows_tried_max:
             return None
-        while home.number not in want.avoid:
-            slabs = self._cheapest_window(want, home, size_class.slab_frames)
+        while home.number not in search.avoid:
+            slabs = self._cheapest_window(search, home, size_class.slab_frames)
             if slabs is None:
                 break
-            plan = self._clearing(want, slabs)
+            plan = self._clearing(search, slabs)
             if plan is not None:
                 return plan
-        want.hopeless.add(home.number)
+        search.hopeless.add(home.number)
         return None
 
-    def _cheapest_window(self, want: Want, home: Slab, frames_count: int) -> list[Slab] | None:
+    def _cheapest_window(self, search: Search, home: Slab, frames_count: int) -> list[Slab] | None:
         """Slabs of the window with the fewest published bytes of those around `home` that could go."""
-        blocks = self._around(want, home, frames_count)
+        blocks = self._around(search, home, frames_count)
         best: list[Slab] | None = None
         best_bytes = 0
         begin, frames, size_bytes = 0, 0, 0
@@ -209,7 +221,7 @@ class Space:
                     best, best_bytes = window, size_bytes
         return best
 
-    def _around(self, want: Want, home: Slab, frames_count: int) -> list[tuple[int, int, Slab | None]]:
+    def _around(self, search: Search, home: Slab, frames_count: int) -> list[tuple[int, int, Slab | None]]:
         """Neighbouring blocks around `home` that could go: first frame, frames, slab (None: free)."""
         if home.reserved_count:
             return []
@@ -221,7 +233,7 @@ class Space:
         while home.frame - at < reach:
             slab = slab_at.get(at - 1)
             count = slab.size_class.slab_frames if slab is not None else frames.ending.get(at, 0)
-            if not count or (slab is not None and (slab.reserved_count or slab.number in want.avoid)):
+            if not count or (slab is not None and (slab.reserved_count or slab.number in search.avoid)):
                 break
             at -= count
             left.append((at, count, slab))
@@ -231,13 +243,13 @@ class Space:
         while at - begin < reach:
             slab = slab_at.get(at)
             count = slab.size_class.slab_frames if slab is not None else frames.beginning.get(at, 0)
-            if not count or (slab is not None and (slab.reserved_count or slab.number in want.avoid)):
+            if not count or (slab is not None and (slab.reserved_count or slab.number in search.avoid)):
                 break
             right.append((at, count, slab))
             at += count
         return [*left, (home.frame, home_frames, home), *right]
 
-    def _clearing(self, want: Want, slabs: list[Slab]) -> Plan | None:
+    def _clearing(self, search: Search, slabs: list[Slab]) -> Plan | None:
         """All families of these slabs and what lies behind them; None (and a slab to avoid) if one must stay."""
         forest = self._forest
         starts: dict[int, int] = {}
@@ -246,15 +258,15 @@ class Space:
             by_run: dict[int, list[int]] = {}
             for entry in families:
                 if not forest.is_used(entry):  # in limbo
-                    want.avoid.add(slab.number)
+                    search.avoid.add(slab.number)
                     return None
                 by_run.setdefault(forest.run_of[entry], []).append(entry)
             mine: dict[int, int] = {}
             for run, entries in by_run.items():
                 wanted = set(entries)
                 mine[run] = next(at for at, entry in enumerate(forest.members[run]) if entry in wanted)
-            if self._is_blocked(want, self.subtree(mine, Reason.WINDOW)):
-                want.avoid.add(slab.number)
+            if self._is_blocked(search, self.subtree(mine, Reason.WINDOW)):
+                search.avoid.add(slab.number)
                 return None
             for run, at in mine.items():
                 starts[run] = min(at, starts.get(run, at))

@@ -1,302 +1,51 @@
-"""The write path: reserve, publish, abort, and the end of a client.
+"""The second half of the write path: publish, abort, and the end of a client.
 
-Called by `Core.step`. Each operation either does all of what its reply says or nothing; what it takes it
-gives back on every way out. A reservation claims what it lies behind before room is made for it, so that it
-never evicts its own prefix.
+Called by `Core.step`. Publication is what makes content visible; it happens in the table, in one call, and the
+first writer of a member wins. Whoever does not, or gives up, or dies, gives back slot and record, and the
+promise of an entry with the last item of a family. Invariant: a slot is given back here only before its
+content was published.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from itertools import chain, compress
 
 from kvd import limits
 from kvd.core.books import Books, Flow
 from kvd.core.columns import u32, u64
 from kvd.core.events import (
-    NO_PLACE,
     NONE,
     Abort,
     AbortedReply,
     DoFreeRecords,
     DoPublish,
-    DoReserve,
     ErrorReply,
     Note,
     Publish,
     Published,
     PublishedReply,
     PublishStatus,
-    Reserve,
-    ReservedReply,
-    ReserveStatus,
 )
-from kvd.core.leaving import Leaving
-from kvd.core.reservations import LIVE, Reservation, check
-from kvd.core.slots import SizeClass
-from kvd.core.space import Space, Want
-from kvd.errors import CapacityError, InvariantError, KvdError, Retry, UsageError
+from kvd.core.reservations import LIVE, Reservation
+from kvd.errors import InvariantError, UsageError
+
+# Plain integers: to look up an enum member costs more than the comparison it is for.
+PUBLISHED = int(PublishStatus.PUBLISHED)
+PRESENT = int(PublishStatus.PRESENT)
+DIFFERS = int(PublishStatus.DIFFERS)
+GONE = int(PublishStatus.GONE)
+NO_INDEX = int(PublishStatus.NO_INDEX)
+SKIPPED = int(PublishStatus.SKIPPED)
 
 differs_noted_max = 8
-_live = bytes([LIVE])
-_granted_mask = bytes([1]) + bytes(255)  # translate table: GRANTED -> 1, everything else -> 0
-_present_mask = bytes([0]) + bytes([1]) * 255
 
 
-class Writing:
-    """Reservations from their beginning to their end."""
+class Publishing:
+    """Ends reservations, one way or the other."""
 
-    def __init__(self, books: Books, space: Space, leaving: Leaving) -> None:
+    def __init__(self, books: Books) -> None:
         self._books = books
-        self._space = space
-        self._leaving = leaving
-
-    # -- reserve
-    # -------------------------------------------------------------------------------------------------------
-
-    def reserve(self, event: Reserve) -> Flow[None]:
-        """Grant what is not there yet, making room for it."""
-        books = self._books
-        books.counters["reserves"] += 1
-        try:
-            yield from self._reserve(event)
-        except UsageError as error:
-            books.counters["usage_refusals"] += 1
-            self._refuse(event, error)
-        except CapacityError as error:
-            books.counters["capacity_refusals"] += 1
-            self._refuse(event, error)
-
-    def _refuse(self, event: Reserve, error: KvdError) -> None:
-        books = self._books
-        books.journal.failed(event.request, error.message, books.now_ns)
-        books.effects.append(ErrorReply(event.client, event.op, error))
-
-    def _reserve(self, event: Reserve) -> Flow[None]:
-        books = self._books
-        n = check(event)
-        m = len(event.members)
-        client = books.clients.get(event.client)
-        if client is None:
-            raise InvariantError(f"client {event.client} is not attached", code="client", client=event.client)
-        if not client.writable:
-            raise UsageError(
-                f"client '{client.name}' is attached read-only: attach with writable=True to reserve",
-                code="read-only",
-            )
-        key8s: array[int] = array("Q", event.keys)[::4]
-        statuses = bytearray(event.present).translate(_present_mask)
-        if len(statuses) != n * m or len(u32(event.entries)) != n:
-            raise InvariantError(f"facts of another size than {n} families × {m} members", code="facts")
-        if event.skip_pending:
-            self._mark_pending(event, key8s, statuses)
-        granted = statuses.count(ReserveStatus.GRANTED)
-        present = statuses.count(ReserveStatus.PRESENT)
-        classes = [books.slots.class_for(member.size_bytes) for member in event.members]
-        number, places, evicted = 0, array("Q", [NO_PLACE]) * (0 if granted else n * m), (0, 0)
-        if granted:
-            reservation = Reservation(
-                books.reservations.next_number(), event, key8s, [c.slot_bytes for c in classes], books.now_ns
-            )
-            want = self._want(reservation, statuses, granted, classes)
-            self._claim(reservation)
-            try:
-                yield from self._make_room(want)
-            except CapacityError:
-                self._space.give_up(want)
-                self._unclaim(reservation)
-                raise
-            self._grant(reservation, want, statuses, granted)
-            number, places = reservation.number, reservation.places
-            evicted = want.evicted_families, want.evicted_bytes
-        self._count_reserve(event, classes, statuses, granted, present, evicted)
-        books.effects.append(ReservedReply(event.client, event.op, number, places, bytes(statuses)))
-
-    def _mark_pending(self, event: Reserve, key8s: array[int], statuses: bytearray) -> None:
-        has = self._books.reservations.pending.has
-        m = len(event.members)
-        for at, member in enumerate(event.members):
-            for family, key8 in enumerate(key8s):
-                if not statuses[family * m + at] and has(member.index, key8):
-                    statuses[family * m + at] = ReserveStatus.PENDING
-
-    def _want(
-        self, reservation: Reservation, statuses: bytearray, granted: int, classes: list[SizeClass]
-    ) -> Want:
-        n, m = reservation.families_count, reservation.members_count
-        whole = granted == n * m
-        if whole and reservation.entries.count(NONE) == n:
-            reservation.promised = bytearray(_live) * n
-        else:
-            reservation.promised = bytearray(
-                entry == NONE and ReserveStatus.GRANTED in statuses[family * m : family * m + m]
-                for family, entry in enumerate(reservation.entries)
-            )
-        for size_class in classes:
-            reservation.class_set |= 1 << size_class.number
-        counts = [n if whole else statuses[at::m].count(ReserveStatus.GRANTED) for at in range(m)]
-        return Want(
-            entries_count=reservation.promised.count(1),
-            records_count=granted,
-            classes=list(zip(classes, counts, strict=True)),
-        )
-
-    def _claim(self, reservation: Reservation) -> None:
-        """Hold the run it lies behind, and those of its families that are there."""
-        forest = self._books.forest
-        parent = reservation.parent_entry
-        if parent != NONE and not forest.is_used(parent):
-            parent = reservation.parent_entry = NONE
-        runs: set[int] = set()
-        for entry in reservation.entries:
-            if entry != NONE:
-                if not forest.is_used(entry):
-                    raise InvariantError(
-                        f"the table knows a family {entry} that the core does not", code="facts"
-                    )
-                runs.add(forest.run_of[entry])
-        if parent != NONE:
-            run = forest.run_of[parent]
-            if forest.namespace_of[run] != reservation.namespace:
-                raise UsageError(
-                    f"the parent family is of namespace {forest.namespace_of[run]}, the reservation of"
-                    f" {reservation.namespace}: a prefix never crosses namespaces",
-                    code="namespace",
-                )  # fmt: skip
-            runs.add(run)
-        reservation.claimed = sorted(runs)
-        for run in reservation.claimed:
-            forest.claim(run)
-
-    def _unclaim(self, reservation: Reservation) -> None:
-        for run in reservation.claimed:
-            self._books.forest.unclaim(run)
-        reservation.claimed = []
-
-    def _make_room(self, want: Want) -> Flow[None]:
-        """Take all the want needs, evicting as long as that helps; CapacityError if it does not."""
-        space = self._space
-        self._refuse_impossible(want)
-        while (short := space.take(want)) is not None:
-            reason, size_class, count = short
-            if not want.limbo_tried:
-                want.limbo_tried = True
-                if (yield from self._leaving.retry_limbo()):
-                    continue
-            plan = space.plan(want, reason, size_class, count, self._books.now_ns)
-            if plan is None:
-                raise self._no_room(
-                    want, f"nothing more can leave to make room ({reason.value})", Retry.AFTER
-                )
-            left = yield from self._leaving.evict(plan)
-            want.evicted_families += left.families
-            want.evicted_bytes += left.size_bytes
-            want.held_bytes += left.held_bytes
-            want.tried.difference_update(
-                run for run, _ in plan.cuts
-            )  # numbers of runs that are gone are used again
-            want.tried.update(left.held_runs)
-
-    def _refuse_impossible(self, want: Want) -> None:
-        """Refuse before anything is evicted in vain."""
-        books = self._books
-        slots = books.slots
-        if want.entries_count > books.families_max or want.records_count > books.records_max:
-            raise self._no_room(want, "the index is smaller than this batch", Retry.NEVER)
-        wanted_bytes = 0
-        for size_class, count in want.classes:
-            wanted_bytes += size_class.slot_bytes * count
-            if count > slots.slots_max(size_class):
-                raise self._no_room(want, "the pool is smaller than this batch", Retry.NEVER)
-        if wanted_bytes > sum(slots.segment_bytes):
-            raise self._no_room(want, "the pool is smaller than this batch", Retry.NEVER)
-        if wanted_bytes * 64 > slots.usable_bytes:  # small ones are not worth the sum below
-            stuck = books.reserved_bytes + books.forest.pins.hard_bytes + books.limbo_bytes
-            if wanted_bytes > slots.usable_bytes - stuck and not books.limbo:
-                raise self._no_room(want, "what may leave is less than this batch needs", Retry.AFTER)
-
-    def _no_room(self, want: Want, why: str, retry: Retry) -> CapacityError:
-        books = self._books
-        fields: dict[str, object] = {
-            "wanted_bytes": sum(size_class.slot_bytes * count for size_class, count in want.classes),
-            "wanted_families": want.entries_count,
-            "usable_bytes": books.slots.usable_bytes,
-            "leased_bytes": want.held_bytes,
-            "pinned_bytes": books.forest.pins.hard_bytes,
-            "reserved_bytes": books.reserved_bytes,
-            "limbo_bytes": books.limbo_bytes,
-        }
-        numbers = ", ".join(f"{name} {value}" for name, value in fields.items())
-        cure = (
-            "use a larger pool or a smaller batch"
-            if retry is Retry.NEVER
-            else "release leases or pins, or retry later"
-        )
-        return CapacityError(f"{why}: {numbers}; {cure}", code="full", retry=retry, **fields)
-
-    def _grant(self, reservation: Reservation, want: Want, statuses: bytearray, granted: int) -> None:
-        books = self._books
-        n, m = reservation.families_count, reservation.members_count
-        items = n * m
-        records = books.records.take(granted)
-        sizes: array[int] = array("Q", [member.size_bytes for member in reservation.members]) * n
-        members = bytes([member.index for member in reservation.members]) * n
-        ranges: array[int] = (
-            array("H", chain.from_iterable((*x.heads, *x.layers) for x in reservation.members)) * n
-        )
-        if granted == items:
-            reservation.states = bytearray(_live) * items
-            reservation.records = records
-            if m == 1:
-                reservation.places = want.taken[0]
-            else:
-                reservation.places = array("Q", bytes(8 * items))
-                for at, column in enumerate(want.taken):
-                    reservation.places[at::m] = column
-            places = reservation.places
-        else:
-            mask = reservation.states = statuses.translate(_granted_mask)
-            reservation.records = array("I", [NONE]) * items
-            reservation.places = array("Q", [NO_PLACE]) * items
-            columns = [iter(column) for column in want.taken]
-            for item, record in zip(compress(range(items), mask), records, strict=True):
-                reservation.records[item] = record
-                reservation.places[item] = next(columns[item % m])
-            places = array("Q", compress(reservation.places, mask))
-            sizes = array("Q", compress(sizes, mask))
-            members = bytes(compress(members, mask))
-            ranges = array("H", compress(ranges, chain.from_iterable((x, x, x, x) for x in mask)))
-        reservation.live_count = granted
-        books.forest.promised_count += want.entries_count
-        books.reservations.add(reservation)
-        books.effects.append(
-            DoReserve(reservation.client, reservation.number, records, places, sizes, members, ranges)
-        )
-
-    def _count_reserve(
-        self, event: Reserve, classes: list[SizeClass], statuses: bytearray, granted: int, present: int,
-        evicted: tuple[int, int],
-    ) -> None:  # fmt: skip
-        books = self._books
-        counters = books.counters
-        counters["granted"] += granted
-        counters["present"] += present
-        counters["pending"] += len(statuses) - granted - present
-        record = books.journal.of(event.request, books.now_ns)
-        if record is not None:
-            m = len(classes)
-            record.granted += granted
-            record.present += present
-            record.pending += len(statuses) - granted - present
-            record.reserved_bytes += sum(
-                c.slot_bytes * statuses[at::m].count(0) for at, c in enumerate(classes)
-            )
-            record.evicted_families += evicted[0]
-            record.evicted_bytes += evicted[1]
-
-    # -- publish
-    # -------------------------------------------------------------------------------------------------------
 
     def publish(self, event: Publish) -> Flow[None]:
         """Make filled items visible; whoever was first wins."""
@@ -306,7 +55,7 @@ class Writing:
         reservation = self._find(event.client, event.reservation)
         if reservation is None:
             books.counters["gone"] += count
-            books.effects.append(PublishedReply(event.client, event.op, bytes([PublishStatus.GONE]) * count))
+            books.effects.append(PublishedReply(event.client, event.op, bytes([GONE]) * count))
             return
         checksums = u64(event.checksums)
         if not self._is_range(event, reservation, count) or len(checksums) != count:
@@ -318,10 +67,10 @@ class Writing:
             states = reservation.states
             for at, included in enumerate(event.include):
                 if not included:
-                    statuses[at] = PublishStatus.SKIPPED
+                    statuses[at] = SKIPPED
                 elif not states[first + at]:
-                    statuses[at] = PublishStatus.GONE
-            books.counters["gone"] += statuses.count(PublishStatus.GONE)
+                    statuses[at] = GONE
+            books.counters["gone"] += statuses.count(GONE)
             chosen = [at for at in range(count) if not statuses[at]]
             items = [first + at for at in chosen]
             checksums = array("Q", [checksums[at] for at in chosen])
@@ -367,6 +116,8 @@ class Writing:
         entry is promised to it now, or there is no room for it in the index.
         """
         m, promised, known = reservation.members_count, reservation.promised, reservation.entries
+        if m == 1 and isinstance(items, range) and promised.count(1, items.start, items.stop) == len(items):
+            return items, checksums
         forest = self._books.forest
         lost: list[int] = []
         for family in dict.fromkeys(item // m for item in items) if m > 1 else items:
@@ -380,7 +131,7 @@ class Writing:
             return items, checksums
         gone = {item for item in items if item // m in lost}
         for item in gone:
-            statuses[item - first] = PublishStatus.NO_INDEX
+            statuses[item - first] = NO_INDEX
         self._books.counters["no_index"] += len(gone)
         self._give_back(reservation, sorted(gone))
         kept = [(item, checksum) for item, checksum in zip(items, checksums, strict=True) if item not in gone]
@@ -403,12 +154,12 @@ class Writing:
         if m > 1 or not keys:
             width, all_keys = limits.identity_bytes, reservation.keys
             keys = b"".join([all_keys[item // m * width : item // m * width + width] for item in items])
-        indexes = [member.index for member in reservation.members]
+        indexes = reservation.shape.indexes
         answer = yield DoPublish(
             token=books.next_token(),
             client=reservation.client,
             keys=keys,
-            members=bytes([indexes[item % m] for item in items]) if m > 1 else bytes(indexes) * len(items),
+            members=bytes([indexes[item % m] for item in items]) if m > 1 else indexes * len(items),
             split=reservation.split,
             family_members=reservation.family_members,
             records=records,
@@ -435,14 +186,14 @@ class Writing:
             isinstance(items, range)
             and items.start % m == 0
             and answer.entries_used * m == count
-            and answer.statuses.count(PublishStatus.PUBLISHED) == count
+            and answer.statuses.count(PUBLISHED) == count
         ):
             self._settle_new(reservation, items, entries)
         else:
             self._settle_mixed(reservation, items, answer, entries)
         record = books.journal.of(reservation.request, books.now_ns)
         if record is not None:
-            record.published += answer.statuses.count(PublishStatus.PUBLISHED)
+            record.published += answer.statuses.count(PUBLISHED)
 
     def _settle_new(self, reservation: Reservation, items: range, entries: array[int]) -> None:
         """Whole families in a row, all new: the common case, without a step per item."""
@@ -452,11 +203,11 @@ class Writing:
         begin = items.start // m
         new = entries if m == 1 else entries[::m]
         end = begin + len(new)
-        family_bytes = sum(reservation.member_bytes)
+        family_bytes = reservation.shape.family_bytes
         run = forest.append(
             reservation.behind(begin), new, reservation.key8s[begin:end], family_bytes,
             missing_count=reservation.family_members - m, namespace=reservation.namespace,
-            request=reservation.request, class_set=reservation.class_set, now_ns=books.now_ns,
+            request=reservation.request, class_set=reservation.shape.class_set, now_ns=books.now_ns,
         )  # fmt: skip
         books.slots.publish(reservation.places[items.start : items.stop], entries, forest.home_of)
         reservation.entries[begin:end] = new
@@ -487,20 +238,20 @@ class Writing:
         won_entries: array[int] = array("I")
         for at, item in enumerate(items):
             family, member = divmod(item, m)
-            if answer.statuses[at] != PublishStatus.NO_INDEX:
+            if answer.statuses[at] != NO_INDEX:
                 known[family] = entries[at]
-            if answer.statuses[at] != PublishStatus.PUBLISHED:
+            if answer.statuses[at] != PUBLISHED:
                 lost.append(item)
                 continue
             won.append(item)
             won_entries.append(entries[at])
             if forest.is_used(entries[at]) or family in new:
-                grown.append((entries[at], reservation.member_bytes[member]))
+                grown.append((entries[at], reservation.shape.slot_bytes[member]))
             else:
                 new[family] = member
         self._append_new(reservation, new)
         for entry, slot_bytes in grown:
-            forest.add_member(entry, slot_bytes, reservation.class_set)
+            forest.add_member(entry, slot_bytes, reservation.shape.class_set)
         places = array("Q", [reservation.places[item] for item in won])
         books.slots.publish(places, won_entries, forest.home_of)
         books.reservations.not_live(reservation, won)
@@ -514,10 +265,10 @@ class Writing:
         counters = books.counters
         counters["published"] += len(won)
         counters["families_published"] += len(new)
-        counters["published_bytes"] += sum(reservation.member_bytes[item % m] for item in won)
-        counters["duplicates"] += answer.statuses.count(PublishStatus.PRESENT)
+        counters["published_bytes"] += sum(reservation.shape.slot_bytes[item % m] for item in won)
+        counters["duplicates"] += answer.statuses.count(PRESENT)
         counters["differs"] += answer.differs.count(1)
-        counters["no_index"] += answer.statuses.count(PublishStatus.NO_INDEX)
+        counters["no_index"] += answer.statuses.count(NO_INDEX)
 
     def _append_new(self, reservation: Reservation, new: dict[int, int]) -> None:
         """New families become runs, one for each row of neighbours that begin with the same member."""
@@ -533,9 +284,9 @@ class Writing:
             begin, end = row[0], row[-1] + 1
             forest.append(
                 reservation.behind(begin), known[begin:end], reservation.key8s[begin:end],
-                reservation.member_bytes[new[begin]], missing_count=reservation.family_members - 1,
+                reservation.shape.slot_bytes[new[begin]], missing_count=reservation.family_members - 1,
                 namespace=reservation.namespace, request=reservation.request,
-                class_set=reservation.class_set, now_ns=self._books.now_ns,
+                class_set=reservation.shape.class_set, now_ns=self._books.now_ns,
             )  # fmt: skip
             if end < reservation.families_count and end not in new and known[end] != NONE:
                 forest.link(known[end - 1], known[end])
@@ -552,9 +303,9 @@ class Writing:
         found = [at for at, differs in enumerate(answer.differs) if differs]
         outcome = bytearray(answer.statuses)
         for at in found:
-            outcome[at] = PublishStatus.DIFFERS
+            outcome[at] = DIFFERS
         for at in found[:differs_noted_max]:
-            member = reservation.members[items[at] % m].index
+            member = reservation.shape.indexes[items[at] % m]
             fields: dict[str, object] = {
                 "client": reservation.client, "key8": f"{reservation.key8s[items[at] // m]:016x}", "member": member,
                 "entry": entries[at], "offered_checksum": f"{checksums[at]:016x}", "differing_items": len(found),
@@ -562,8 +313,7 @@ class Writing:
             books.effects.append(Note("warning", "duplicate_differs", fields))
         return bytes(outcome)
 
-    # -- the end
-    # -------------------------------------------------------------------------------------------------------
+    # -- the end ---------------------------------------------------------------------------------------------
 
     def abort(self, event: Abort) -> None:
         """Give items back. What is published stays; what was given back already is not counted."""
@@ -617,5 +367,6 @@ class Writing:
         self._books.forest.promised_count -= reservation.end_promises(families)
 
     def _end(self, reservation: Reservation) -> None:
-        self._unclaim(reservation)
+        for run in reservation.claimed:
+            self._books.forest.unclaim(run)
         self._books.reservations.end(reservation)
