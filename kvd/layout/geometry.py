@@ -14,6 +14,7 @@ into objects in `shards.py`. Query heads never enter: only what is kept is count
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvd import limits
 from kvd.errors import UsageError
+from kvd.layout import encoding
 from kvd.layout.chain import check_chunk_tokens
 from kvd.layout.dtypes import dtype_bits
 
@@ -327,6 +329,20 @@ class Geometry:
 
         types = hf.Types(dtype, v_dtype or dtype, scales, state_dtype, conv_dtype, conv_columns_less)
         return hf.read(config, types)
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hex digits that name every group, plane, type and width.
+
+        Belongs into the manifest (`extra={"geometry": geom.fingerprint}`): two engines that keep a state in different
+        types, or one convolution column more, must not meet.
+        """
+        groups = [
+            [str(g.rule), g.window, list(g.layers), [[p.name, p.heads, p.dim, p.dtype] for p in g.planes]]
+            for g in self.groups
+        ]
+        encoded = encoding.encode({"groups": groups, "layers": self.layers_count}, where="geometry")
+        return hashlib.sha256(b"kvd-geometry-v1\0" + encoded).hexdigest()[:32]
 
     @property
     def bytes_per_token(self) -> int:

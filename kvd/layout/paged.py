@@ -273,13 +273,19 @@ class PagedLayout:
     def verify(
         self, shape: Sequence[int], strides_bytes: Sequence[int], dtype: str, *, plane: int = 0
     ) -> None:
-        """Refuse a tensor that is not what this layout describes. `dtype` as torch prints it, without
-        "torch.".
+        """Refuse a tensor that is not what this layout describes. `dtype` as torch names it, without "torch.".
+
+        A tensor of raw bytes ("uint8") may hold any planes: its last axis then counts bytes. Planes of different
+        types in one tensor, or of types smaller than a byte, can only be verified so.
         """
         wanted = self.shape(plane)
+        planes = [self.planes[plane]] if "P" in self.separate_axes else list(self.planes)
+        if dtype == "uint8" and any(described.dtype != "uint8" for described in planes):
+            row = self._row_bytes() if len(planes) > 1 and self.order.endswith("C") else planes[0].row_bytes
+            wanted = (*wanted[:-1], row)
+            planes = []
         if tuple(shape) != wanted:
             raise self._mismatch("shape", tuple(shape), wanted)
-        planes = [self.planes[plane]] if "P" in self.separate_axes else list(self.planes)
         for described in planes:
             if dtype != described.dtype:
                 raise self._mismatch(f"element type of plane {described.name}", dtype, described.dtype)

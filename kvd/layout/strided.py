@@ -3,8 +3,7 @@
 Pure. A `Copy` moves `run_bytes` contiguous bytes at a time, in up to four nested loops:
 
     for i0 in range(n0): for i1 in range(n1): ... :
-        dst[dst_offset + i0*d0 + i1*d1 + ... : + run_bytes] = src[src_offset + i0*s0 + i1*s1 + ... : +
-        run_bytes]
+        copy run_bytes from src_offset + i0*s0 + i1*s1 + ... to dst_offset + i0*d0 + i1*d1 + ...
 
 Loops are (count, src_stride_bytes, dst_stride_bytes), outermost first. `reduce` finds the shortest form:
 loops of one are dropped, loops that continue each other are joined, and what is contiguous on both sides

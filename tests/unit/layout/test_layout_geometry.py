@@ -80,6 +80,24 @@ def test_k_and_v_of_different_precision_and_scales() -> None:
     assert quantised.bytes_per_token == 32 * 8 * 2 * (128 + 4)
 
 
+def test_the_fingerprint_names_what_is_kept() -> None:
+    """Rows A8 and A10: two engines that keep different bytes never share a namespace that carries it."""
+    config = {
+        "model_type": "mamba2", "num_hidden_layers": 2, "num_heads": 4, "head_dim": 8, "state_size": 16,
+        "n_groups": 1, "conv_kernel": 4,
+    }  # fmt: skip
+    prints = {
+        Geometry.from_hf_config(config, dtype="bfloat16", **changes).fingerprint
+        for changes in ({}, {"conv_columns_less": 1}, {"state_dtype": "bfloat16"}, {"conv_dtype": "float16"})
+    }
+    assert len(prints) == 4
+    assert LLAMA.fingerprint == "47ac502a6a5c034c71577d842321b2ab"
+    assert (
+        LLAMA.fingerprint
+        != Geometry.attention(layers=32, kv_heads=4, head_dim=256, dtype="bfloat16").fingerprint
+    )
+
+
 def test_windows_and_latents_by_hand() -> None:
     mixed = Geometry.attention(
         layers=6, kv_heads=1, head_dim=64, dtype="float16", window=512, window_layers=[0, 1, 2, 3, 4]

@@ -161,6 +161,18 @@ def test_numpy_strides_are_the_described_ones() -> None:
     assert paged.block_slots(PagedLayout("transformers", KV, 2, 1, 4)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
+def test_raw_bytes_may_hold_any_planes() -> None:
+    mixed = PagedLayout("vllm-hnd", SCALED, LAYERS, BLOCKS, BLOCK)
+    raw = np.zeros((BLOCKS, HEADS, BLOCK, 8 + 8 + 4 + 4), dtype=np.uint8)
+    mixed.verify(raw.shape, raw.strides, "uint8")
+    with pytest.raises(CompatibilityError, match="element type of plane k_scale is int8"):
+        mixed.verify(mixed.shape(), raw.strides, "int8")
+    with pytest.raises(CompatibilityError, match="shape"):
+        mixed.verify((*raw.shape[:-1], 23), raw.strides, "uint8")
+    lone = PagedLayout("transformers", KV, LAYERS, BLOCKS, BLOCK)
+    lone.verify((HEADS, BLOCKS, BLOCK, 12), (BLOCKS * BLOCK * 12, BLOCK * 12, 12, 1), "uint8")
+
+
 def test_mismatched_tensors_are_refused() -> None:
     """Row A8: drop a comparison from `verify` and the case of that field fails."""
     layout = PagedLayout("vllm-hnd", KV, LAYERS, BLOCKS, BLOCK)
