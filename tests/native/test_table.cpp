@@ -1,7 +1,7 @@
 // Index, leases and rings as plain C++, also under ThreadSanitizer and AddressSanitizer.
 //
 // All sides use one mapping of META and of each CLIENT region, so that a sanitizer sees every access to the same
-// address. What each test guards is named where it is; a build with KVD_DEFINES="KVD_MUTANT_x=1" makes it fail.
+// address. What each test guards is named where it is; a build with KVD_DEFINES=KVD_TESTING, run with KVD_MUTANT=x, makes it fail.
 #include <sys/mman.h>
 #include <unistd.h>
 

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <system_error>
 
+#include "mutants.hpp"
 #include "region.hpp"
 
 namespace kvd {
@@ -132,7 +133,9 @@ void Client::present(const u8* keys, u64 count, PresentRow* rows) const {
 
 // I3, second half, for all hazards of a set. What was read of an entry since its sg was read first stands with it.
 void Client::revalidate(LeaseSet& set, bool each, bool patient) const {
+  step("lease.hazard");
   if (!mutant::reader_fence) std::atomic_thread_fence(std::memory_order_seq_cst);
+  step("lease.fenced");
   if (mutant::revalidate) return;
   bool going = true;
   set.keep_if([&](const Leased& item) {
@@ -155,6 +158,7 @@ LeaseRef Client::acquire(const u8* keys, u64 count, u64 request, bool each) {
   LeaseRef set(new LeaseSet(shared_from_this(), static_cast<u32>(count), static_cast<u32>(count)));
   index_.find_each(keys, count, [&](u64 i, const Hit& hit) {
     if (!hit || !index_.complete(hit.entry)) return each;
+    step("lease.found");
     set->add(hit.entry, sg_generation(hit.sg), static_cast<u32>(i));
     return true;
   });

@@ -80,7 +80,9 @@ void LeaseSet::add(u32 entry, u64 generation, u32 key) {
 
 void LeaseSet::let_go(Leased& item) noexcept {
   if (item.word == none32) return;
+  step("release.held");
   client_->hazards().clear(item.word);
+  step("release.cleared");
   item.word = none32;
   --held_;
 }

@@ -1,47 +1,60 @@
-// Safety mechanisms that a build can leave out one at a time, to show that the tests notice each of them missing.
+// For tests only: safety mechanisms that can be left out one at a time, and steps at which a process can be stopped.
 //
-// Build with -DKVD_DEFINES="KVD_MUTANT_READER_FENCE=1". A normal build has every value 0 and pays nothing; what a build
-// left out is listed in kvd.shm._native.mutants.
+// A build with KVD_TESTING reads, once, KVD_MUTANT (a name such as READER_FENCE: that mechanism is left out) and
+// KVD_STOP_AT (a step such as lease.hazard, or lease.hazard:3 for its third time: the process stops itself with SIGSTOP
+// there, so that a test can look, kill it or let it go on). A normal build knows neither and pays nothing.
 #pragma once
 
-#ifndef KVD_MUTANT_READER_FENCE
-#define KVD_MUTANT_READER_FENCE 0
-#endif
-#ifndef KVD_MUTANT_DAEMON_FENCE
-#define KVD_MUTANT_DAEMON_FENCE 0
-#endif
-#ifndef KVD_MUTANT_REVALIDATE
-#define KVD_MUTANT_REVALIDATE 0
-#endif
-#ifndef KVD_MUTANT_HAZARD_SCAN
-#define KVD_MUTANT_HAZARD_SCAN 0
-#endif
-#ifndef KVD_MUTANT_GENERATION
-#define KVD_MUTANT_GENERATION 0
-#endif
-#ifndef KVD_MUTANT_OWNER_CHECK
-#define KVD_MUTANT_OWNER_CHECK 0
-#endif
-#ifndef KVD_MUTANT_EXPORTS
-#define KVD_MUTANT_EXPORTS 0
-#endif
-#ifndef KVD_MUTANT_IDENTITY
-#define KVD_MUTANT_IDENTITY 0
-#endif
-#ifndef KVD_MUTANT_RING_BOUNDS
-#define KVD_MUTANT_RING_BOUNDS 0
+#if defined(KVD_TESTING)
+#include <signal.h>
+
+#include <cstdlib>
+#include <cstring>
 #endif
 
-namespace kvd::mutant {
+namespace kvd {
 
-inline constexpr bool reader_fence = KVD_MUTANT_READER_FENCE != 0;  // no fence between hazard and re-read
-inline constexpr bool daemon_fence = KVD_MUTANT_DAEMON_FENCE != 0;  // no fence between EVICTING and the scan
-inline constexpr bool revalidate = KVD_MUTANT_REVALIDATE != 0;      // sg is not read again after the hazard
-inline constexpr bool hazard_scan = KVD_MUTANT_HAZARD_SCAN != 0;    // evict looks at no hazard
-inline constexpr bool generation = KVD_MUTANT_GENERATION != 0;      // a reused entry keeps its generation
-inline constexpr bool owner_check = KVD_MUTANT_OWNER_CHECK != 0;    // publish believes what it is told
-inline constexpr bool exports = KVD_MUTANT_EXPORTS != 0;            // release drops the hazard under live views
-inline constexpr bool identity = KVD_MUTANT_IDENTITY != 0;          // an equal tag is taken for an equal key
-inline constexpr bool ring_bounds = KVD_MUTANT_RING_BOUNDS != 0;    // cursors and lengths of a peer are believed
+#if defined(KVD_TESTING)
 
-}  // namespace kvd::mutant
+inline bool left_out(const char* name) {
+  const char* wanted = std::getenv("KVD_MUTANT");
+  return wanted != nullptr && std::strcmp(wanted, name) == 0;
+}
+
+inline void step(const char* name) {
+  static const char* const wanted = std::getenv("KVD_STOP_AT");
+  static long left = [] {
+    const char* count = wanted != nullptr ? std::strchr(wanted, ':') : nullptr;
+    return count != nullptr ? std::atol(count + 1) : 1L;
+  }();
+  if (wanted == nullptr) return;
+  const std::size_t length = std::strcspn(wanted, ":");
+  if (std::strlen(name) == length && std::strncmp(name, wanted, length) == 0 && --left == 0) raise(SIGSTOP);
+}
+
+#define KVD_MUTANT(variable, name) inline const bool variable = left_out(name)
+
+#else
+
+inline constexpr void step(const char*) {}
+#define KVD_MUTANT(variable, name) inline constexpr bool variable = false
+
+#endif
+
+namespace mutant {
+
+KVD_MUTANT(reader_fence, "READER_FENCE");  // no fence between hazard and re-read
+KVD_MUTANT(daemon_fence, "DAEMON_FENCE");  // no fence between EVICTING and the scan
+KVD_MUTANT(revalidate, "REVALIDATE");      // sg is not read again after the hazard
+KVD_MUTANT(hazard_scan, "HAZARD_SCAN");    // evict looks at no hazard
+KVD_MUTANT(generation, "GENERATION");      // a reused entry keeps its generation
+KVD_MUTANT(owner_check, "OWNER_CHECK");    // publish believes what it is told
+KVD_MUTANT(exports, "EXPORTS");            // release drops the hazard under live views
+KVD_MUTANT(identity, "IDENTITY");          // an equal tag is taken for an equal key
+KVD_MUTANT(ring_bounds, "RING_BOUNDS");    // cursors and lengths of a peer are believed
+
+}  // namespace mutant
+
+#undef KVD_MUTANT
+
+}  // namespace kvd

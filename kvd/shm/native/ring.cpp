@@ -35,8 +35,10 @@ PushResult Producer::push(u16 type, u64 op, const void* payload, u64 size) {
   const Frame frame{static_cast<u32>(size), type, 0, op};
   std::memcpy(at, &frame, sizeof frame);
   if (size != 0) std::memcpy(at + sizeof frame, payload, size);
+  step("push.written");
   tail_ += pad + need;
   ring_.tail->store(tail_, std::memory_order_release);
+  step("push.visible");
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (ring_.sleeping->load(std::memory_order_relaxed) == 0) return push_done;
   ring_.sleeping->store(0, std::memory_order_relaxed);

@@ -1,4 +1,5 @@
 #include "table.hpp"
+#include "mutants.hpp"
 
 namespace kvd {
 
@@ -255,6 +256,7 @@ void Table::write_entry(u32 number, const Key& key, const PublishBatch& batch, u
   const u64 generation = sg_generation(old) + (mutant::generation && sg_generation(old) != 0 ? 0 : 1);
   entry.sg.store(sg_of(generation, entry_writing), memory_order_relaxed);
   std::atomic_thread_fence(memory_order_release);
+  step("publish.writing");
   for (u32 i = 0; i < 4; ++i) entry.identity[i].store(key.words[i], memory_order_relaxed);
   entry.present[0].store(0, memory_order_relaxed);
   entry.present[1].store(0, memory_order_relaxed);
@@ -263,7 +265,9 @@ void Table::write_entry(u32 number, const Key& key, const PublishBatch& batch, u
   entry.members_count.store(static_cast<u8>(batch.family_members), memory_order_relaxed);
   entry.flags.store(0, memory_order_relaxed);
   link(number, batch.records[item], batch.members[item], batch.checksums[item]);
+  step("publish.linked");
   entry.sg.store(sg_of(generation, entry_ready), memory_order_release);
+  step("publish.ready");
 }
 
 // The record, the head of the list, the present bit: a reader who sees the bit sees the record.

@@ -1,5 +1,6 @@
 // Table: eviction, and what it needs to know about who holds what.
 #include "table.hpp"
+#include "mutants.hpp"
 
 namespace kvd {
 
@@ -29,6 +30,7 @@ Evicted Table::evict(const u32* entries, u64 count, bool withdraw) {
     Shared<u64>& sg = index_.entry(entries[i]).sg;
     sg.store(sg_of(sg_generation(sg.load(memory_order_relaxed)), entry_evicting), memory_order_relaxed);
   }
+  step("evict.marked");
   if (!mutant::daemon_fence) std::atomic_thread_fence(std::memory_order_seq_cst);
   if (!mutant::hazard_scan) {
     for (const auto& region : regions_) {
@@ -41,6 +43,7 @@ Evicted Table::evict(const u32* entries, u64 count, bool withdraw) {
       });
     }
   }
+  step("evict.scanned");
   for (u64 i = 0; i < count; ++i) {
     const u32 number = entries[i];
     Shared<u64>& sg = index_.entry(number).sg;

@@ -1,6 +1,6 @@
 """Rings between a client and the daemon's side, through Python: order, fullness, waking, waiting, hostile bytes.
 
-Where a test guards a safety mechanism it names the build (`KVD_DEFINES=KVD_MUTANT_x=1`) in which it fails.
+Where a test guards a safety mechanism it names the build (`KVD_MUTANT=x`, tests/native_build.py) in which it fails.
 """
 
 from __future__ import annotations

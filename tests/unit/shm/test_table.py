@@ -1,6 +1,6 @@
 """The native table and clients through Python: layout, look-ups, leases, views, eviction, forks, hostile META.
 
-Where a test guards a safety mechanism it names the build (`KVD_DEFINES=KVD_MUTANT_x=1`) in which it fails.
+Where a test guards a safety mechanism it names the build (`KVD_MUTANT=x`, tests/native_build.py) in which it fails.
 """
 
 from __future__ import annotations
