@@ -40,7 +40,10 @@ def pin(
     timeout: TimeoutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep a prefix: the family KEY and everything before it in its chain."""
+    """Keep the prefix that ends at KEY.
+
+    The family KEY and everything before it in its chain.
+    """
     with connected(ctx, socket, timeout) as admin:
         answer = admin.call("pin", key=key, kind=kind.value)
     if as_json:
@@ -57,7 +60,10 @@ def unpin(
     timeout: TimeoutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove the pin that ends at KEY, or behind it in the same run. Exit code 1 if there was none."""
+    """Remove the pin that ends at KEY.
+
+    Or behind it in the same run. Exit code 1 if there was none.
+    """
     with connected(ctx, socket, timeout) as admin:
         answer = admin.call("unpin", key=key)
     removed = answer["pins_removed"]
@@ -79,7 +85,10 @@ def withdraw(
     timeout: TimeoutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take damaged data out of use: KEY and everything behind it is not found any more, pinned or not."""
+    """Take damaged data out of use.
+
+    KEY and everything behind it is not found any more, pinned or not. Who reads it goes on reading.
+    """
     with connected(ctx, socket, timeout) as admin:
         answer = admin.call("withdraw", key=key)
         holders = admin.call("clients") if answer["held_families"] else []
@@ -107,9 +116,9 @@ def clear(
     timeout: TimeoutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Drop what is stored, except what is leased, pinned hard or being extended; say what stays and who holds it.
+    """Drop what is stored; say what stays and who holds it.
 
-    Exit code 1 if something stays.
+    What is leased, pinned hard or being extended stays, with the prefixes before it. Exit code 1 if something stays.
     """
     with connected(ctx, socket, timeout, CLEAR_DEADLINE_S) as admin:
         params = {} if namespace is None else {"namespace": namespace_number(admin, namespace)}

@@ -48,7 +48,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What the daemon said. `status` and `doctor` are the answers of these calls."""
+    """What the daemon said: the answers of these calls, `settings` of `config` (option -> value)."""
 
     version: str
     pid: int
@@ -56,6 +56,7 @@ class Answered:
     layout_here: int
     status: dict[str, Any]
     doctor: dict[str, Any]
+    settings: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,14 @@ def _pool_bytes(facts: Facts) -> int | None:
     if facts.daemon is not None:
         return int(facts.daemon.status["pool"]["size_bytes"])
     return None if facts.sizes is None else facts.sizes.pool_bytes
+
+
+def _setting(facts: Facts, option: str) -> str:
+    """An option as the daemon runs with it, or as it would be started."""
+    if facts.daemon is not None:
+        return facts.daemon.settings.get(option, "")
+    section, _, key = option.partition(".")
+    return str(getattr(getattr(facts.config, section), key))
 
 
 def _socket(facts: Facts) -> Check:
@@ -206,7 +215,21 @@ def _config(facts: Facts) -> Check:
             "config", Level.FAIL, error.message.replace("\n", "; "), "mend it, then: kvctl config check"
         )
     pool = f", pool {format_size(facts.sizes.pool_bytes)}" if facts.sizes is not None else ""
-    return _ok("config", f"{facts.config_file or 'no file: defaults and environment'}{pool}")
+    if facts.daemon is None:
+        return _ok("config", f"{facts.config_file or 'no file: defaults and environment'}{pool}")
+    if not facts.config_file:
+        return _ok("config", "no file found from here; the daemon runs with what it was started with")
+    running = facts.daemon.settings
+    differ = [
+        f"{key} = {running[key]} (file: {value})"
+        for key, value, source, _ in facts.config.describe()
+        if source == facts.config_file and running.get(key, value) != value
+    ]
+    if differ:
+        more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+        found = f"{facts.config_file}; the daemon runs with {', '.join(differ[:3])}{more}"
+        return _warn("config", found, "restart the daemon to apply the file, if it is the daemon's")
+    return _ok("config", f"{facts.config_file}{pool}, as the daemon runs")
 
 
 def _library(facts: Facts) -> Check:
@@ -255,12 +278,12 @@ def _memory(facts: Facts) -> Check:
 
 
 def _memlock(facts: Facts) -> Check:
-    wanted, config = _pool_bytes(facts), facts.config
+    wanted = _pool_bytes(facts)
     if facts.daemon is not None:
         population = facts.daemon.status["pool"]["population"]
         if population["locked"]:
             return _ok("memlock", "the pool is locked in memory")
-    if config.pool.lock == "no" and facts.daemon is None:
+    if _setting(facts, "pool.lock") == "no":
         return _ok("memlock", 'pool.lock = "no": the pool is not to be locked')
     held = facts.of_daemon or facts.own
     whose = (
@@ -274,7 +297,7 @@ def _memlock(facts: Facts) -> Check:
     if wanted is not None and held.memlock_soft_bytes >= wanted and facts.daemon is None:
         return _ok("memlock", found)
     way = "systemd: LimitMEMLOCK=infinity; shell: ulimit -l unlimited; container: --ulimit memlock=-1"
-    if config.pool.lock == "yes" and facts.daemon is None:
+    if _setting(facts, "pool.lock") == "yes":
         return _fail("memlock", found, f'pool.lock = "yes" needs the whole pool: {way}')
     if not facts.swap_bytes:
         return _ok("memlock", f"{found}; there is no swap, so nothing can be swapped out")
@@ -282,7 +305,7 @@ def _memlock(facts: Facts) -> Check:
 
 
 def _huge_pages(facts: Facts) -> Check:
-    huge, config = facts.huge, facts.config
+    huge, chosen = facts.huge, _setting(facts, "pool.huge_pages")
     offered = (
         f"shmem_enabled = {huge.shmem_enabled or 'unknown'}, {huge.hugetlb_free_count} of "
         f"{huge.hugetlb_total_count} reserved pages free"
@@ -297,7 +320,7 @@ def _huge_pages(facts: Facts) -> Check:
         obtained = population["huge_bytes"] / max(1, pool["size_bytes"])
         if obtained >= HUGE_SHARE_GOOD or not population["done"]:
             return _ok("huge pages", f"{obtained:.0%} of the pool; {offered}")
-        if config.pool.huge_pages == "never":
+        if chosen == "never":
             return _ok("huge pages", 'pool.huge_pages = "never"')
         fragmented = 'memory was fragmented: reserve pages (vm.nr_hugepages), pool.huge_pages = "hugetlb"'
         advice = fragmented if huge.thp_possible else advise
@@ -306,7 +329,7 @@ def _huge_pages(facts: Facts) -> Check:
             f"{obtained:.0%} of the pool; {offered}",
             f"large copies lose time on small pages: {advice}; then restart the daemon",
         )
-    match config.pool.huge_pages:
+    match chosen:
         case "never":
             return _ok("huge pages", 'pool.huge_pages = "never"')
         case "hugetlb":
@@ -325,9 +348,9 @@ def _huge_pages(facts: Facts) -> Check:
 
 
 def _dev_shm(facts: Facts) -> Check:
-    free_bytes, config = facts.shm_free_bytes, facts.config
+    free_bytes = facts.shm_free_bytes
     text = "no mount" if free_bytes is None else f"{format_size(free_bytes)} free"
-    if config.pool.backing != "posix":
+    if _setting(facts, "pool.backing") != "posix":
         return _ok("/dev/shm", f'{text}; not used (pool.backing = "memfd")')
     wanted = _pool_bytes(facts) or 0
     if facts.daemon is None and (free_bytes or 0) < wanted:

@@ -15,17 +15,12 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def group() -> None:
-    """Look at a configuration, without a daemon."""
-
-
 @app.command()
 def check(
     file: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[FILE]", help="TOML file; default: KVD_CONFIG, or /etc/kvd/kvd.toml if it exists."
+            metavar="FILE", help="TOML file; default: KVD_CONFIG, or /etc/kvd/kvd.toml if it exists."
         ),
     ] = None,
     as_json: JsonOption = False,

@@ -43,13 +43,12 @@ def doctor(
     timeout: TimeoutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check host, configuration, socket and daemon; say what each finding means and the way out.
+    """Check host, configuration, socket and daemon.
 
-    Works with the daemon down. Exit code 1 if a check fails; warnings do not count.
+    Each finding comes with the way out. Works with the daemon down. Exit code 1 if a check fails; warnings do not count.
     """
-    shared = session.shared(ctx)
-    given = timeout if timeout is not None else shared.timeout_s
-    found = checks.all_checks(gather(socket or shared.socket, config, given or session.DEADLINE_S))
+    chosen = socket or session.shared(ctx).socket
+    found = checks.all_checks(gather(chosen, config, session.deadline_of(ctx, timeout)))
     failed = sum(check.level is Level.FAIL for check in found)
     if as_json:
         print_json({"ok": not failed, "checks": [asdict(check) for check in found]})
@@ -105,11 +104,12 @@ def _ask(path: str, deadline_s: float) -> tuple[Answered | None, KvdError | None
     with admin:
         try:
             status, answer = admin.call("status"), admin.call("doctor")
+            settings = {key: value for key, value, *_ in admin.call("config")}
         except KvdError as error:
             return None, error, ""
         hello = admin.welcome
     return (
-        Answered(hello.version, hello.pid, hello.layout, wire.LAYOUT_VERSION, status, answer),
+        Answered(hello.version, hello.pid, hello.layout, wire.LAYOUT_VERSION, status, answer, settings),
         None,
         "",
     )

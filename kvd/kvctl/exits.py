@@ -31,12 +31,17 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
-# Two line breaks and \b keep the lines of this text as they are in the help.
-HELP: Final = (
-    "\b\nExit codes: 0 done. 1 the answer is no (not found, a check failed, something was kept).\n"
-    "2 wrong usage. 3 no daemon, or no answer in time. 4 refused or denied. 5 another error of kvd.\n"
-    "130 interrupted."
-)
+_MEANINGS: Final = {
+    ExitCode.OK: "done",
+    ExitCode.NO: "the answer is no: not found, a check failed, something was kept",
+    ExitCode.USAGE: "wrong usage",
+    ExitCode.UNAVAILABLE: "no daemon, or no answer in time",
+    ExitCode.REFUSED: "refused or denied: permission, limits, versions",
+    ExitCode.ERROR: "another error of kvd",
+    ExitCode.INTERRUPTED: "interrupted",
+}
+# \b keeps the lines of the help as they are.
+HELP: Final = "\b\nExit codes:\n" + "\n".join(f"  {code.value:<5} {text}" for code, text in _MEANINGS.items())
 
 _REFUSALS: Final = ("KVD-USAGE-DENIED", "KVD-USAGE-GONE")
 _NOT_FOUND: Final = ("KVD-USAGE-NOT-FOUND",)

@@ -90,10 +90,17 @@ def _load(name: str, module: str, attribute: str) -> Any:
         single = typer.Typer(add_completion=False, rich_markup_mode=None)
         single.command(name)(found)
         found = single
-    found.rich_markup_mode = None
+    elif found.registered_callback is None and len(found.registered_commands) == 1:
+        # Without a callback typer would take an application of one command for that command.
+        found.callback()(_nothing)
+    found.rich_markup_mode, found._add_completion = None, False
     command = typer.main.get_command(found)
     command.name = name
     return command
+
+
+def _nothing() -> None:
+    return
 
 
 def _tell(error: KvdError, *, as_json: bool) -> None:

@@ -15,13 +15,12 @@ from kvd.errors import CorruptionError, UsageError
 from kvd.kvctl import output
 from kvd.kvctl.exits import ExitCode
 from kvd.kvctl.session import (
-    DEADLINE_S,
     JsonOption,
     SocketOption,
     TimeoutOption,
     connected,
+    deadline_of,
     print_json,
-    shared,
     socket_of,
 )
 from kvd.kvctl.status import namespaces_table
@@ -39,7 +38,7 @@ def ls(
     ctx: typer.Context,
     namespace: Annotated[
         str | None,
-        typer.Argument(metavar="[NAMESPACE]", help="Number, label or root; without it: all namespaces."),
+        typer.Argument(metavar="NAMESPACE", help="Number, label or root; without it: all namespaces."),
     ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Families shown at most.")] = 100,
     everything: Annotated[bool, typer.Option("--all", help="All families, whatever --limit says.")] = False,
@@ -76,15 +75,17 @@ def inspect(
     timeout: TimeoutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show one family: its members, where they lie, who holds it. Exit code 1 if it is absent or damaged."""
+    """Show one family: its members, where they lie, who holds it.
+
+    Exit code 1 if it is absent or damaged.
+    """
     with connected(ctx, socket, timeout) as admin:
         answer = admin.call("inspect", key=key)
         holders = [row for row in admin.call("clients") if row["slot"] in answer["holders"]]
         names = {row["number"]: row["label"] for row in admin.call("status")["namespaces"]}
     answer["holders"] = [{name: row[name] for name in ("slot", "pid", "name")} for row in holders]
     if verify:
-        given = timeout if timeout is not None else shared(ctx).timeout_s
-        _verify(socket_of(ctx, socket), answer, given if given is not None else DEADLINE_S)
+        _verify(socket_of(ctx, socket), answer, deadline_of(ctx, timeout))
     if as_json:
         print_json(answer)
     else:

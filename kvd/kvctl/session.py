@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvd.errors import UsageError
+
 if TYPE_CHECKING:
     from kvd.clientlib.store import Admin
 
 SOCKET_HELP = "Socket of the daemon; default: KVD_SOCKET, or /run/kvd/kvd.sock."
 DEADLINE_S = 5.0
+TIMEOUT_S_MAX = 86_400.0
 
 SocketOption = Annotated[str | None, typer.Option("--socket", metavar="PATH", help=SOCKET_HELP)]
 TimeoutOption = Annotated[
     float | None,
-    typer.Option("--timeout", metavar="SECONDS", min=0.001, max=86400, help="How long to wait for the daemon."),
+    typer.Option("--timeout", metavar="SECONDS", help="How long to wait for the daemon; default: 5, clear 120."),
 ]  # fmt: skip
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of tables.")]
 
@@ -55,13 +58,26 @@ def open_admin(path: str, deadline_s: float) -> Admin:
     return Admin(path, deadline_s=deadline_s)
 
 
+def deadline_of(ctx: typer.Context, timeout_s: float | None, otherwise_s: float = DEADLINE_S) -> float:
+    """Seconds to wait: of the command, before the command, or `otherwise_s`. Raises UsageError(timeout)."""
+    given = timeout_s if timeout_s is not None else shared(ctx).timeout_s
+    if given is None:
+        return otherwise_s
+    if not 0 < given <= TIMEOUT_S_MAX:  # also refuses nan
+        raise UsageError(
+            f"--timeout = {given:g} is not allowed: give 0.001 … {TIMEOUT_S_MAX:g} seconds",
+            code="timeout",
+            timeout_s=given,
+        )
+    return given
+
+
 @contextmanager
 def connected(
-    ctx: typer.Context, socket: str | None, timeout_s: float | None, least_s: float = DEADLINE_S
+    ctx: typer.Context, socket: str | None, timeout_s: float | None, otherwise_s: float = DEADLINE_S
 ) -> Iterator[Admin]:
-    """A connection for the time of a command. `least_s` is the deadline if the operator gave none."""
-    given = timeout_s if timeout_s is not None else shared(ctx).timeout_s
-    admin = open_admin(socket_of(ctx, socket), given if given is not None else least_s)
+    """A connection for the time of a command. `otherwise_s` is the deadline if the operator gave none."""
+    admin = open_admin(socket_of(ctx, socket), deadline_of(ctx, timeout_s, otherwise_s))
     try:
         yield admin
     finally:

@@ -30,7 +30,7 @@ def status(
     timeout: TimeoutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the daemon: health, pool, index, clients, hits, evictions, namespaces."""
+    """Show health, pool, index, clients, hits and evictions."""
     with connected(ctx, socket, timeout) as admin:
         answer = admin.call("status")
     if as_json:
@@ -45,7 +45,10 @@ def health(
     timeout: TimeoutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether the daemon is well; exit code 1 if it is not (for probes and scripts)."""
+    """Say whether the daemon is well.
+
+    Exit code 1 if it is not: for probes and scripts.
+    """
     with connected(ctx, socket, timeout) as admin:
         answer = admin.call("health")
     if as_json:

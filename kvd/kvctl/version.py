@@ -9,7 +9,10 @@ from kvd.version import VERSION
 
 
 def version(ctx: typer.Context, as_json: JsonOption = False) -> None:
-    """Print the release of this kvctl (kvctl status and kvctl doctor tell that of the daemon)."""
+    """Print the release of this kvctl.
+
+    That of the daemon is in kvctl status; kvctl doctor compares them.
+    """
     if as_json:
         print_json({"version": VERSION})
     else:

@@ -28,7 +28,10 @@ def why(
     timeout: TimeoutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell what a request matched, what it missed and why, and its time by stage. Exit code 1 if it is not known."""
+    """Tell what a request found, what it missed and why.
+
+    One line that answers, then its look-ups with their times. Exit code 1 if the request is not known.
+    """
     from kvd.clientlib.store import Store
 
     number = Store.request(request)
@@ -117,12 +120,8 @@ def _totals(answer: dict[str, Any]) -> list[tuple[str, str]]:
         by_stage[touch["kind"]] = by_stage.get(touch["kind"], 0) + touch["took_ns"]
     span_ns = answer["first_age_ns"] - answer["last_age_ns"]
     first_ago = output.duration(answer["first_age_ns"] / 1e9)
-    rows = [
-        (
-            "seen",
-            f"first {first_ago} ago, last {output.took(span_ns)} later" if span_ns else f"{first_ago} ago",
-        )
-    ]
+    later = output.took(span_ns) if span_ns < 1_000_000_000 else output.duration(span_ns / 1e9)
+    rows = [("seen", f"first {first_ago} ago, last {later} later" if span_ns else f"{first_ago} ago")]
     if by_stage:
         rows.append(("time", ", ".join(f"{kind} {output.took(total)}" for kind, total in by_stage.items())))
     reserved = [
