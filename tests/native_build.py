@@ -1,7 +1,7 @@
 """The testing build of the native extension: mechanisms can be left out, processes stopped at named steps.
 
 `testing_library()` builds it once (cmake, half a minute, kept under build/) and returns the path of the module. A
-process uses it when it is started as `python tests/native_build.py LIBRARY SCRIPT ARGS...` (or `-m MODULE ARGS...`): the
+process uses it when started as `python tests/native_build.py LIBRARY SCRIPT ARGS...` (or `-m MODULE ARGS...`): the
 library takes the place of kvd.shm._native before anything of kvd is imported. What is left out is said in KVD_MUTANT,
 where to stop in KVD_STOP_AT (kvd/shm/native/mutants.hpp).
 """
