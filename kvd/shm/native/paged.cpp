@@ -10,20 +10,14 @@
 namespace kvd {
 namespace {
 
-// Whole calls below this stay in the cache, and runs below this gain nothing from going past it.
-#ifndef KVD_AHEAD
-#define KVD_AHEAD 4096
-#endif
-#ifndef KVD_PIECE
-#define KVD_PIECE 1024
-#endif
-#ifndef KVD_GMIN
-#define KVD_GMIN 256
-#endif
-#ifndef KVD_SMIN
-#define KVD_SMIN 256
-#endif
+// From this size on a run gains from going past the cache. A scatter writes lines in no order, which costs a read of each
+// unless it is stored whole: there single lines gain already.
 constexpr std::uint64_t stream_run_bytes_min = 256;
+
+bool streams(std::uint64_t run_bytes, PagedDirection direction) noexcept {
+  const bool whole_lines = run_bytes % 64 == 0 && direction == PagedDirection::scatter;
+  return run_bytes >= stream_run_bytes_min || whole_lines;
+}
 
 constexpr std::uint32_t buffers_max = 4096;  // tensors, sources or destinations of one call
 
@@ -103,7 +97,7 @@ class RunCopier {
   RunCopier(const PagedRun& run, PagedDirection direction, bool stream) noexcept
       : copy_runs_(kernels().copy_runs),
         run_bytes_(run.run_bytes),
-        stream_(stream && run.run_bytes >= (direction == PagedDirection::gather ? KVD_GMIN : KVD_SMIN)) {
+        stream_(stream && streams(run.run_bytes, direction)) {
     const bool gather = direction == PagedDirection::gather;
     for (const PagedDim& dim : run.dims) {
       const Level level{dim.count, gather ? dim.object_stride : dim.paged_stride,
@@ -116,9 +110,6 @@ class RunCopier {
       }
     }
   }
-
-  // Part of a run without dims.
-  void copy_piece(Sides at, std::size_t bytes) const noexcept { copy_runs_(at.dst, at.src, bytes, 1, 0, 0, stream_); }
 
   void copy(Sides at) const noexcept {
     std::uint64_t index[paged_dims_max] = {};
@@ -180,59 +171,51 @@ PagedPlan::PagedPlan(std::uint64_t object_bytes, std::uint64_t blocks_count, std
 
 namespace {
 
-// Gather of one run from blocks in any order. The hardware prefetcher cannot guess where the next block is, so its start
-// is asked for while the current one is copied: all of the coming short runs within the first stretch, or the head of the
-// next long run little by little, since a burst of requests would stand in the way of the copy.
-class BlockGatherer {
+// Asks for the start of the sources of coming blocks. Their ids are in no order, so the hardware cannot guess them, and a
+// short run is over before its own misses are served (runs of 256 bytes: three times as fast). Asking for more than the
+// head of a long run, or little by little, gained nothing.
+class BlocksAhead {
  public:
-  BlockGatherer(const RunCopier& copier, const PagedRun& run, const std::uint8_t* paged, const std::uint32_t* ids,
-                std::uint64_t count) noexcept
-      : copier_(copier), run_(run), paged_(paged), ids_(ids), count_(count) {}
+  BlocksAhead(const PagedRun& run, const std::uint8_t* paged, const std::uint32_t* ids, std::uint64_t count) noexcept
+      : paged_(paged),
+        ids_(ids),
+        count_(count),
+        stride_(run.paged_block_stride),
+        asked_bytes_(run.run_bytes <= ahead_bytes ? run.run_bytes : head_bytes),
+        distance_(std::min<std::uint64_t>((ahead_bytes + run.run_bytes - 1) / run.run_bytes, blocks_max)) {
+    for (std::uint64_t b = 0; b < std::min(distance_, count); ++b) ask(b);
+  }
 
-  void copy(std::uint8_t* object) const noexcept {
-    const bool long_run = run_.dims.empty() && run_.run_bytes >= 2 * ahead_bytes;
-    const std::uint64_t asked_bytes = std::min(run_.run_bytes, ahead_bytes);
-    const std::uint64_t distance = std::min<std::uint64_t>((ahead_bytes + run_.run_bytes - 1) / run_.run_bytes, 64);
-    for (std::uint64_t b = 0; b < std::min(distance, count_); ++b) ask(b, 0, asked_bytes);
-    for (std::uint64_t b = 0; b < count_; ++b, object += run_.object_block_stride) {
-      if (long_run) {
-        copy_long(object, b);
-        continue;
-      }
-      ask(b + distance, 0, asked_bytes);
-      copier_.copy({object, block(b)});
-    }
+  // Due before block `b` is copied. Inlined by force: gcc takes a function that only prefetches for one without effect,
+  // and drops its calls.
+  [[gnu::always_inline]] void before(std::uint64_t b) const noexcept {
+    if (b + distance_ < count_) ask(b + distance_);
   }
 
  private:
   static constexpr std::uint64_t line_bytes = 64;
-  static constexpr std::uint64_t ahead_bytes = KVD_AHEAD;
-  static constexpr std::uint64_t piece_bytes = KVD_PIECE;
+  static constexpr std::uint64_t ahead_bytes = 4096;
+  static constexpr std::uint64_t head_bytes = 2048;
+  static constexpr std::uint64_t blocks_max = 64;
 
-  const std::uint8_t* block(std::uint64_t b) const noexcept { return paged_ + ids_[b] * run_.paged_block_stride; }
-
-  // Inlined by force: gcc takes a function that only prefetches for one without effect, and drops its calls.
-  [[gnu::always_inline]] void ask(std::uint64_t b, std::uint64_t offset, std::uint64_t bytes) const noexcept {
-    if (b >= count_) return;
-    for (std::uint64_t at = 0; at < bytes; at += line_bytes) __builtin_prefetch(block(b) + offset + at);
+  [[gnu::always_inline]] void ask(std::uint64_t b) const noexcept {
+    const std::uint8_t* block = paged_ + ids_[b] * stride_;
+    for (std::uint64_t at = 0; at < asked_bytes_; at += line_bytes) __builtin_prefetch(block + at);
   }
 
-  void copy_long(std::uint8_t* object, std::uint64_t b) const noexcept {
-    const std::uint8_t* from = block(b);
-    const std::uint64_t head = run_.run_bytes - ahead_bytes;
-    copier_.copy_piece({object, from}, head);
-    for (std::uint64_t at = 0; at < ahead_bytes; at += piece_bytes) {
-      ask(b + 1, at, piece_bytes);
-      copier_.copy_piece({object + head + at, from + head + at}, piece_bytes);
-    }
-  }
-
-  const RunCopier& copier_;
-  const PagedRun& run_;
   const std::uint8_t* paged_;
   const std::uint32_t* ids_;
-  std::uint64_t count_;
+  std::uint64_t count_, stride_, asked_bytes_, distance_;
 };
+
+void gather_run(const RunCopier& copier, const PagedRun& run, std::uint8_t* object, const std::uint8_t* paged,
+                const std::uint32_t* ids, std::uint64_t count) {
+  const BlocksAhead ahead(run, paged, ids, count);
+  for (std::uint64_t b = 0; b < count; ++b, object += run.object_block_stride) {
+    ahead.before(b);
+    copier.copy({object, paged + ids[b] * run.paged_block_stride});
+  }
+}
 
 void scatter_run(const RunCopier& copier, const PagedRun& run, const std::uint8_t* object, std::uint8_t* paged,
                  const std::uint32_t* ids, std::uint64_t count) {
@@ -252,7 +235,7 @@ void paged_copy(const PagedPlan& plan, PagedDirection direction, std::uint8_t* c
       std::uint8_t* paged = tensors[run.tensor] + run.paged_offset;
       std::uint8_t* object = objects[o] + run.object_offset;
       if (direction == PagedDirection::gather) {
-        BlockGatherer(copier, run, paged, block_ids, plan.blocks_per_object_).copy(object);
+        gather_run(copier, run, object, paged, block_ids, plan.blocks_per_object_);
       } else {
         scatter_run(copier, run, object, paged, block_ids, plan.blocks_per_object_);
       }
