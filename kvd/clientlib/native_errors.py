@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvd.errors import CapacityError, KvdError, LifecycleError, UsageError
 from kvd.shm._native import HazardsExhausted
 
-NATIVE = (HazardsExhausted, RuntimeError, ValueError, TypeError)
+NATIVE = (HazardsExhausted, RuntimeError, ValueError, TypeError, IndexError)
 
 
 def translate(error: Exception) -> KvdError:
