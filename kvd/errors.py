@@ -53,8 +53,9 @@ class KvdError(Exception):
 
 def _rebuild(cls: type[KvdError], message: str, code: str, retry: str, fields: dict[str, object]) -> KvdError:
     """Recreate an error that crossed a process boundary (pickle or the control protocol)."""
-    error = cls(message, retry=Retry(retry), **fields)
+    error = cls(message, retry=Retry(retry))
     error.code = code
+    error.fields = fields
     return error
 
 

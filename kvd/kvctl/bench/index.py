@@ -35,7 +35,7 @@ def manifest() -> kvd.Manifest:
     return kvd.Manifest(model="bench", revision="1", dtype="bfloat16", tenant="", salt="", fixed="*")
 
 
-def write_through(filled: Filled, families: int, keep: int, progress: Callable[[int], None]) -> float:
+def write_through(filled: Filled, families: int, keep: int, progress: Callable[[str], None]) -> float:
     """Publish that many tiny families of unique keys in batches; keeps the last `keep` identities. Returns seconds."""
     begin = time.perf_counter()
     filled.identities = []
@@ -49,7 +49,7 @@ def write_through(filled: Filled, families: int, keep: int, progress: Callable[[
         if families - done < keep:
             ids = bytes(chain.identities)
             filled.identities.extend(ids[at : at + _ID] for at in range(0, len(ids), _ID))
-        progress(done)
+        progress(f"writing {done:,} of {families:,} families through the index")
     return time.perf_counter() - begin
 
 

@@ -95,12 +95,7 @@ def _index_rows(plan: Plan, own: int, other: int, progress: Progress) -> tuple[l
         filled = index.Filled(store, store.namespace(index.manifest()))
         total = plan.families * plan.turnover
         keep = plan.families * 3 // 4
-        seconds = index.write_through(
-            filled,
-            total,
-            keep,
-            lambda done: progress(f"writing {done:,} of {total:,} families through the index"),
-        )
+        seconds = index.write_through(filled, total, keep, progress)
         progress("look-ups, leases")
         families = int(bench.status()["core"]["families"])
         metadata = index.metadata_bytes(bench, families)
@@ -201,9 +196,7 @@ def _growth(plan: Plan, other: int, progress: Progress) -> dict[str, Any]:
         with running(other, **tiny_settings(families)) as bench, bench.connect("bench") as store:
             filled = index.Filled(store, store.namespace(index.manifest()))
             count = families * 9 // 10
-            index.write_through(
-                filled, count, count, lambda done, n=count: progress(f"growth: {done:,} of {n:,} objects")
-            )
+            index.write_through(filled, count, count, progress)
             sizes.append({
                 "objects": count, "match128_mkeys_s": index.match_mkeys_s(filled, 2000),
                 "miss128_us": index.miss_us(filled, 2000), "fetch_p50_us": index.fetch_us(filled, 10000),
@@ -214,7 +207,7 @@ def _growth(plan: Plan, other: int, progress: Progress) -> dict[str, Any]:
     crowds = []
     with running(other, **tiny_settings(100_000)) as bench, bench.connect("bench") as store:
         filled = index.Filled(store, store.namespace(index.manifest()))
-        index.write_through(filled, 150_000, 60_000, lambda done: progress("growth: clients"))
+        index.write_through(filled, 150_000, 60_000, progress)
         for clients in plan.crowds:
             crowds.append(
                 {"clients": clients, "publish128_us_per_object": index.crowd(bench, filled, clients)}
