@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import stat
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -459,6 +460,12 @@ def listen(path: str, mode: int) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
+    # Connecting to a regular file is refused too: only what is a socket may be taken for a stale one.
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise UsageError(
+            f"server.socket = {path!r} is there and is not a socket; remove it, or set server.socket (KVD_SOCKET)",
+            code="socket", socket=path,
+        )  # fmt: skip
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         probe.settimeout(1.0)

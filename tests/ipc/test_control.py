@@ -1,0 +1,691 @@
+"""Real daemons over their sockets: handshake, attach, death, hostility, names, stop; failure rows by name."""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+import kvd
+from kvd import limits
+from kvd.clientlib.control import Control
+from kvd.errors import CapacityError, CompatibilityError, ProtocolError, UnavailableError, UsageError
+from kvd.wire import frames
+from kvd.wire import messages as wire
+
+MANIFEST = {"model": "m", "revision": "r1", "dtype": "bfloat16", "fixed": "*", "tenant": "", "salt": ""}
+DEADLINE_S = 20.0
+
+
+def until(condition, what: str):
+    """Poll a condition through round trips to the daemon (each waits for its answer; no sleeping)."""
+    end = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end:
+        value = condition()
+        if value:
+            return value
+    pytest.fail(f"not within {DEADLINE_S} s: {what}")
+    return None
+
+
+def ask_until_the_end(control: Control) -> None:
+    """Ask again and again, until the daemon ends the connection."""
+    end_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < end_s:
+        control.request(wire.Call("health", {}), wire.Result, deadline_s=5)
+
+
+class Raw:
+    """A socket that says exactly what it is told."""
+
+    def __init__(self, path: str) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(DEADLINE_S)
+        self.sock.connect(path)
+        self.decoder = frames.Decoder()
+        self.waiting = []
+
+    def send(self, *messages) -> None:
+        self.sock.sendall(
+            b"".join(item if isinstance(item, bytes) else frames.encode(item) for item in messages)
+        )
+
+    def receive(self):
+        """The next message, None at EOF."""
+        while not self.waiting:
+            try:
+                data = self.sock.recv(65536)
+            except ConnectionResetError:
+                return None
+            if not data:
+                return None
+            self.waiting += self.decoder.feed(data)
+        return self.waiting.pop(0)
+
+    def hello(self, **changes):
+        self.send({**wire.Hello((1, 1), "0.1.0", 1, "raw", "engine").to_map(1), **changes})
+        return self.receive()
+
+
+def client_process(socket_path: str, body: str) -> subprocess.Popen:
+    """A process that attaches, runs `body` (store, ns, chain), prints a line, and then waits for its stdin to close."""
+    code = f"""
+import sys, kvd
+store = kvd.connect({socket_path!r})
+ns = store.namespace(kvd.Manifest(**{MANIFEST!r}))
+chain = ns.chain(list(range(64)), chunk_tokens=16)
+{body}
+print("ready", flush=True)
+sys.stdin.read()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def end(process: subprocess.Popen, number: int = signal.SIGKILL) -> None:
+    process.send_signal(number)
+    process.wait(DEADLINE_S)
+    process.stdin.close()
+    process.stdout.close()
+
+
+# --- handshake
+
+
+def test_versions_are_refused_naming_both(daemon):
+    one = daemon()
+    for changes, code, said in (
+        ({"protocol": [7, 9], "version": "9.9"}, "KVD-COMPAT-PROTOCOL", ("9.9", "7 … 9", kvd.__version__)),
+        ({"layout": 5, "version": "9.9"}, "KVD-COMPAT-LAYOUT", ("9.9", "layout 5", kvd.__version__)),
+    ):
+        raw = Raw(one.socket)
+        answer = raw.hello(**changes)
+        error = wire.parse_answer(answer)[1].exception()
+        assert isinstance(error, CompatibilityError)
+        assert error.code == code
+        assert all(part in error.message for part in said)
+        assert raw.receive() is None
+
+
+def test_hello_comes_first_and_once(daemon):
+    one = daemon()
+    raw = Raw(one.socket)
+    raw.send(wire.Attach().to_map(3))
+    answer = raw.receive()
+    assert (answer["t"], answer["id"], answer["error"]["code"]) == ("error", 3, "KVD-PROTOCOL-HANDSHAKE")
+    assert raw.receive() is None
+    raw = Raw(one.socket)
+    assert raw.hello()["t"] == "welcome"
+    assert raw.hello()["error"]["code"] == "KVD-PROTOCOL-HANDSHAKE"
+
+
+@pytest.mark.slow
+def test_silence_ends_after_the_handshake_time(daemon):
+    raw = Raw(daemon().socket)
+    before = time.monotonic()
+    answer = raw.receive()
+    assert answer["id"] == 0
+    assert "5 s" in answer["error"]["message"]
+    assert raw.receive() is None
+    assert 4 < time.monotonic() - before < 9
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\0\0\0\0",
+        b"\xff\xff\xff\xff",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\3\0\0\0\x93\1\2",
+        b"\5\0\0\0\xdf\xff\xff\xff\xff",
+    ],
+)
+def test_malformed_frames_end_their_connection_only(daemon, garbage):
+    one = daemon()
+    good = one.admin()
+    raw = Raw(one.socket)
+    assert raw.hello()["t"] == "welcome"
+    raw.send(garbage)
+    answer = raw.receive()
+    assert (answer["t"], answer["id"], answer["error"]["code"]) == ("error", 0, "KVD-PROTOCOL-FRAME")
+    assert raw.receive() is None
+    assert good.request(wire.Call("health", {}), wire.Result, deadline_s=5).result["state"] in (
+        "ok",
+        "starting",
+    )
+    good.close()
+
+
+def test_wrong_messages_are_answered_and_the_connection_stays(daemon):
+    raw = Raw(daemon().socket)
+    raw.hello()
+    raw.send(
+        {"t": "fly", "id": 8},
+        {"t": "call", "id": 9, "method": "status"},
+        {"t": "call", "id": 10, "method": 1, "params": {}},
+    )
+    for number, code in ((8, "TYPE"), (9, "MESSAGE"), (10, "MESSAGE")):
+        answer = raw.receive()
+        assert (answer["id"], answer["error"]["code"]) == (number, f"KVD-PROTOCOL-{code}")
+    raw.send({"t": "call", "id": 11, "method": "health", "params": {}, "unknown": [1]})
+    assert raw.receive()["result"]["state"] in ("ok", "starting")
+    raw.send({"t": "call", "id": "x", "method": "health", "params": {}})
+    assert raw.receive()["id"] == 0
+    assert raw.receive() is None
+
+
+def test_too_many_unanswered_requests_end_the_connection(daemon):
+    raw = Raw(daemon().socket)
+    raw.hello()
+    raw.send(*[wire.Call("health", {}).to_map(n) for n in range(1, limits.requests_in_flight_max + 2)])
+    answers = []
+    while (answer := raw.receive()) is not None:
+        answers.append(answer)
+    assert answers[-1]["error"]["code"] == "KVD-PROTOCOL-IN-FLIGHT"
+
+
+def test_a_peer_that_does_not_read_is_not_read(daemon):
+    """Answers wait in a bounded queue; the daemon stays small and serves others."""
+    one = daemon()
+    raw = Raw(one.socket)
+    raw.hello()
+    raw.sock.settimeout(0.5)
+    # Padded, so that what the daemon reads at once stays below the bound on unanswered requests.
+    ask = frames.encode({**wire.Call("metrics", {}).to_map(1), "pad": bytes(4096)})
+    with pytest.raises(TimeoutError):
+        for _ in range(20_000):
+            raw.sock.sendall(ask)
+    status = one.call("status")
+    assert status["rss_bytes"] < 400 * limits.MIB
+
+
+# --- attach
+
+
+def test_what_a_client_gets_cannot_harm_the_others(daemon):
+    """META is sealed against writing even when it is reopened; nothing can be resized under the daemon."""
+    one = daemon(pool={"size": "16MiB", "segment_size": "4MiB"})
+    control = Control(one.socket, name="x", role="engine", deadline_s=5)
+    attached, fds = control.attach(wire.Attach(access="write"), deadline_s=5)
+    assert len(fds) == 3 + len(attached.segments)
+    assert attached.segments == [4 * limits.MIB] * 4
+    meta, region, *segments = fds[0], fds[1], *fds[3:]
+    with pytest.raises(PermissionError):
+        mmap.mmap(meta, 4096)
+    reopened = os.open(f"/proc/self/fd/{meta}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        mmap.mmap(reopened, 4096)
+    os.close(reopened)
+    for fd in (region, *segments):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, 0)
+        assert os.fstat(fd).st_mode & 0o777 == 0o600
+        assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    with pytest.raises(UsageError, match="attaches once"):
+        control.request(wire.Attach(), wire.Attached, deadline_s=5)
+    control.close()
+
+
+def test_pure_readers_get_segments_that_cannot_be_written(daemon):
+    one = daemon()
+    control = Control(one.socket, name="x", role="engine", deadline_s=5)
+    _, fds = control.attach(wire.Attach(access="read"), deadline_s=5)
+    with pytest.raises(PermissionError):
+        mmap.mmap(fds[3], 4096)
+    control.close()
+
+
+def test_more_segments_than_one_message_can_carry(daemon):
+    one = daemon(pool={"size": "500MiB", "segment_size": "2MiB", "populate": "lazy"})
+    control = Control(one.socket, name="x", role="engine", deadline_s=5)
+    attached, fds = control.attach(wire.Attach(), deadline_s=5)
+    assert len(attached.segments) == 250
+    assert [os.fstat(fd).st_size for fd in fds[3:]] == attached.segments
+    for fd in fds:
+        os.close(fd)
+    control.close()
+
+
+def test_unknown_domain_and_roles_are_refused(daemon):
+    one = daemon()
+    with contextlib.closing(Control(one.socket, name="x", role="engine", deadline_s=5)) as control:
+        with pytest.raises(UsageError, match="no domain 'other'"):
+            control.request(wire.Attach(domain="other"), wire.Attached, deadline_s=5)
+        with pytest.raises(UsageError, match="not attached"):
+            control.request(wire.Detach(), wire.Detached, deadline_s=5)
+    with contextlib.closing(one.admin()) as control, pytest.raises(UsageError, match="admin connection"):
+        control.request(wire.Attach(), wire.Attached, deadline_s=5)
+
+
+def test_slots_are_bounded_and_come_back(daemon):
+    one = daemon(clients={"max": 1})
+    first = kvd.connect(one.socket)
+    with pytest.raises(CapacityError, match="all 1 client slots"):
+        kvd.connect(one.socket)
+    first.close()
+    until(lambda: one.call("status")["clients"]["attached"] == 0, "slot free")
+    kvd.connect(one.socket).close()
+
+
+def test_namespaces_and_splits_have_one_number(daemon):
+    one = daemon()
+    control = one.admin()
+    manifest = kvd.Manifest(**MANIFEST).encode()
+    numbers = {
+        control.request(wire.Namespace(manifest, "a"), wire.Namespaced, deadline_s=5).number for _ in range(3)
+    }
+    assert len(numbers) == 1
+    splits = [{"tp": 2, "pp": 1}, {"pp": 1, "tp": 2}, {"tp": 4, "pp": 1}]
+    first, second, third = (
+        control.request(wire.Split(s), wire.Splitted, deadline_s=5).number for s in splits
+    )
+    assert first == second != third
+    with pytest.raises(UsageError):
+        control.request(wire.Namespace(b"nonsense"), wire.Namespaced, deadline_s=5)
+    control.close()
+
+
+# --- death and disconnection
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_b9_a_killed_writer_leaves_nothing(daemon, number):
+    """B1, B9: reservations come back when the pidfd fires; the keys are writable at once."""
+    one = daemon()
+    process = client_process(one.socket, "writes = ns.reserve(chain, 65536)")
+    assert one.call("status")["core"]["pool"]["reserved_bytes"] == 4 * 65536
+    end(process, number)
+    until(lambda: one.call("status")["core"]["pool"]["reserved_bytes"] == 0, "reservations given back")
+    assert one.call("clients") == []
+    store = kvd.connect(one.socket)
+    ns = store.namespace(kvd.Manifest(**MANIFEST))
+    chain = ns.chain(list(range(64)), chunk_tokens=16)
+    with ns.reserve(chain, 65536) as writes:
+        for write in writes:
+            write.view[:] = b"\5" * 65536
+        writes.publish()
+    assert ns.match(chain) == 4
+    store.close()
+
+
+def test_b2_a_killed_reader_leaves_no_lease(daemon):
+    one = daemon()
+    store = kvd.connect(one.socket)
+    ns = store.namespace(kvd.Manifest(**MANIFEST))
+    chain = ns.chain(list(range(64)), chunk_tokens=16)
+    with ns.reserve(chain, 65536) as writes:
+        writes.publish()
+    process = client_process(one.socket, "leases = ns.acquire(chain)")
+    assert sum(row["leases"] for row in one.call("clients")) == 4
+    cleared = one.call("clear")
+    assert cleared["families"] == 0
+    end(process)
+    until(lambda: len(one.call("clients")) == 1, "slot given back")
+    assert one.call("clear")["families"] == 4
+    store.close()
+
+
+def test_a_closed_connection_is_not_a_dead_client(daemon):
+    """Freed at EOF, a stopped writer could still write into a slot that belongs to another object."""
+    one = daemon()
+    process = client_process(
+        one.socket,
+        "writes = ns.reserve(chain, 65536)\nimport os\n"
+        "[os.close(int(fd)) for fd in os.listdir('/proc/self/fd') if os.path.exists('/proc/self/fd/' + fd)"
+        " and 'socket' in os.readlink('/proc/self/fd/' + fd)]",
+    )
+    (row,) = until(lambda: [r for r in one.call("clients") if r["state"] == "disconnected"], "disconnected")
+    assert one.call("status")["core"]["pool"]["reserved_bytes"] == 4 * 65536
+    assert row["pid"] == process.pid
+    end(process)
+    until(lambda: one.call("clients") == [], "gone")
+    assert one.call("status")["core"]["pool"]["reserved_bytes"] == 0
+
+
+def test_a_hostile_ring_ends_one_client_and_tells_it_why(daemon):
+    one = daemon()
+    good = kvd.connect(one.socket)
+    control = Control(one.socket, name="bad", role="engine", deadline_s=5)
+    _, fds = control.attach(wire.Attach(), deadline_s=5)
+    with mmap.mmap(fds[1], 4096) as region:
+        region[192:200] = (1 << 40).to_bytes(8, "little")
+    with socket.socket(fileno=fds[2]) as wake:
+        wake.send(b"\1")
+        with pytest.raises(ProtocolError, match="hostile ring"):
+            ask_until_the_end(control)
+    assert one.call("status")["counters"]["client_protocol_errors"] == 1
+    ns = good.namespace(kvd.Manifest(**MANIFEST))
+    chain = ns.chain(list(range(64)), chunk_tokens=16)
+    with ns.reserve(chain, 4096) as writes:
+        writes.publish()
+    assert ns.match(chain) == 4
+    good.close()
+    control.close()
+
+
+@pytest.mark.slow
+def test_a_client_over_its_lease_limit_is_killed_if_so_configured(daemon):
+    one = daemon(clients={"leased_max": "64KiB", "leased_over": "disconnect"})
+    store = kvd.connect(one.socket)
+    ns = store.namespace(kvd.Manifest(**MANIFEST))
+    chain = ns.chain(list(range(64)), chunk_tokens=16)
+    with ns.reserve(chain, 65536) as writes:
+        writes.publish()
+    process = client_process(one.socket, "leases = ns.acquire(chain)")
+    assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    until(lambda: len(one.call("clients")) == 1, "slot given back")
+    assert one.call("status")["counters"]["clients_killed"] == 1
+    end(process)
+    store.close()
+
+
+# --- who may
+
+
+NOBODY = 65534
+
+
+def as_nobody(code: str) -> str:
+    """Run code in a process of another user; what it prints."""
+    script = f"import os; os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n{code}"
+    # Imported before the user changes: the checkout may not be readable for nobody.
+    imports = "import kvd\nfrom kvd.clientlib.control import Control\nfrom kvd.wire import messages as wire\n"
+    return subprocess.run(
+        [sys.executable, "-c", imports + script], capture_output=True, text=True, timeout=60
+    ).stdout.strip()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
+def test_other_users_need_permission(daemon):
+    closed = daemon()
+    os.chmod(closed.directory, 0o755)
+    ask = (
+        "try:\n"
+        "    c = Control({!r}, name='n', role='admin', deadline_s=5)\n"
+        "    print(c.request(wire.Call({!r}, {{}}), wire.Result, deadline_s=5).result)\n"
+        "except Exception as e:\n"
+        "    print(e.code)"
+    )
+    assert as_nobody(ask.format(closed.socket, "health")) == "KVD-USAGE-DENIED"
+    listed = daemon(server={"socket_mode": "0666"}, access={"uids": [12345]})
+    os.chmod(listed.directory, 0o755)
+    assert as_nobody(ask.format(listed.socket, "health")) == "KVD-USAGE-DENIED"
+    by_group = daemon(server={"socket_mode": "0666"}, access={"gids": [NOBODY]})
+    os.chmod(by_group.directory, 0o755)
+    assert as_nobody(ask.format(by_group.socket, "health")).startswith("{")
+    assert as_nobody(ask.format(by_group.socket, "stop")) == "KVD-USAGE-DENIED"
+    assert as_nobody(ask.format(by_group.socket, "clear")) == "KVD-USAGE-DENIED"
+    assert by_group.process.poll() is None
+    admin = daemon(server={"socket_mode": "0666"}, access={"admin_uids": [NOBODY]})
+    os.chmod(admin.directory, 0o755)
+    assert "stopping" in as_nobody(ask.format(admin.socket, "stop"))
+    assert admin.wait() == 0
+    assert '"audit": true' in admin.log_text()
+
+
+@pytest.mark.parametrize(
+    ("method", "params", "said"),
+    [
+        ("fly", {}, "no method 'fly'"),
+        ("status", {"x": 1}, "does not know the parameter 'x'"),
+        ("inspect", {}, "needs the parameter 'key'"),
+        ("inspect", {"key": "abc"}, "at least the first 8"),
+        ("inspect", {"key": "00" * 32}, "no family"),
+        ("inspect", {"key": "00000000"}, "no family"),
+        ("ls", {"limit": 0}, "limit is 1"),
+        ("ls", {"limit": True}, "must be a int"),
+        ("pin", {"key": "00" * 32, "kind": "iron"}, "soft or hard"),
+        ("clear", {"namespace": 9}, "no namespace 9"),
+    ],
+)
+def test_wrong_calls_are_refused_by_name(daemon, method, params, said):
+    one = daemon()
+    with pytest.raises(UsageError, match=said):
+        one.call(method, **params)
+
+
+def test_looking_and_pinning(daemon):
+    one = daemon()
+    store = kvd.connect(one.socket)
+    ns = store.namespace(kvd.Manifest(**MANIFEST))
+    chain = ns.chain(list(range(160)), chunk_tokens=16)
+    with ns.reserve(chain, 4096) as writes:
+        writes.publish()
+    first = one.call("ls", limit=4)
+    rest = one.call("ls", limit=100, start=first["next"])
+    keys = [row["key"] for row in first["families"] + rest["families"]]
+    assert len(set(keys)) == 10
+    assert rest["next"] is None
+    found = one.call("inspect", key=keys[3][:12])
+    assert found["key"] == keys[3]
+    assert found["members"][0]["size_bytes"] == 4096
+    one.call("pin", key=keys[9], kind="hard")
+    assert one.call("inspect", key=keys[9])["pin"] == "hard"
+    assert one.call("clear")["families"] == 0
+    one.call("unpin", key=keys[9])
+    assert one.call("clear")["families"] == 10
+    assert ns.match(chain) == 0
+    store.close()
+
+
+# --- names, memory, exit
+
+
+def serve(config, env=None) -> subprocess.CompletedProcess:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("KVD_", "NOTIFY_"))}
+    command = [sys.executable, "-m", "kvd.server.main", "serve", "--config", str(config)]
+    return subprocess.run(command, env={**clean, **(env or {})}, capture_output=True, text=True, timeout=60)
+
+
+def test_d12_a_second_daemon_is_refused_by_name(daemon):
+    one = daemon()
+    second = serve(one.config)
+    assert second.returncode == 69
+    assert one.socket in second.stderr
+    assert f"pid {one.pid}" in second.stderr
+    assert "Traceback" not in second.stderr
+    assert one.call("health")["state"] == "ok"
+
+
+def test_d12_a_foreign_listener_is_not_displaced(daemon, tmp_path):
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as foreign:
+        foreign.bind(path)
+        foreign.listen()
+        config = tmp_path / "kvd.toml"
+        config.write_text(f'[server]\nsocket = "{path}"\n[pool]\nsize = "4MiB"\n')
+        refused = serve(config)
+        assert refused.returncode == 69
+        assert "another daemon listens" in refused.stderr
+    (tmp_path / "file").write_text("precious")
+    config.write_text(f'[server]\nsocket = "{tmp_path}/file"\n[pool]\nsize = "4MiB"\n')
+    assert serve(config).returncode == 69
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+@pytest.mark.slow
+def test_b10_cycles_leave_nothing_behind(daemon):
+    """TERM and KILL in turns: /dev/shm as before, the stale socket replaced, no lock stuck."""
+    before = set(os.listdir("/dev/shm"))
+    directory = None
+    for round_number in range(6):
+        one = daemon(directory=directory, pool={"size": "8MiB"})
+        directory = one.directory
+        kvd.connect(one.socket).close()
+        code = one.stop() if round_number % 2 else one.kill()
+        assert code == (0 if round_number % 2 else -signal.SIGKILL)
+    assert set(os.listdir("/dev/shm")) == before
+    assert not os.path.exists(one.socket)
+
+
+@pytest.mark.slow
+def test_named_memory_is_removed_at_exit_and_after_a_crash(daemon):
+    before = set(os.listdir("/dev/shm"))
+    one = daemon(pool={"size": "8MiB", "backing": "posix", "segment_size": "4MiB"})
+    assert len(set(os.listdir("/dev/shm")) - before) == 2
+    kvd.connect(one.socket).close()
+    one.kill()
+    assert len(set(os.listdir("/dev/shm")) - before) == 2
+    two = daemon(directory=one.directory, pool={"size": "8MiB", "backing": "posix"})
+    assert "stale_memory_removed" in two.log_text()
+    assert len(set(os.listdir("/dev/shm")) - before) == 1
+    assert two.stop() == 0
+    assert set(os.listdir("/dev/shm")) == before
+
+
+@pytest.mark.parametrize(
+    ("text", "env", "code", "said"),
+    [
+        ('[pool]\nsize = "100TiB"', {}, 78, ["pool.size", "this machine"]),
+        ('[pool]\nsizz = "1GiB"', {}, 78, ["pool.sizz", "did you mean 'size'", "kvd.toml"]),
+        ("", {"KVD_POOL_SIZE": "lots"}, 78, ["KVD_POOL_SIZE", "'lots'"]),
+        ('[pool]\nhuge_pages = "hugetlb"\nsize = "50%"', {}, 78, ["huge pages", "vm.nr_hugepages"]),
+        ('[server]\nsocket = "/nonexistent/kvd.sock"', {}, 69, ["/nonexistent", "create its directory"]),
+        ('[server]\nmetrics_listen = "9464"', {}, 78, ["server.metrics_listen", "host:port"]),
+    ],
+)
+def test_what_cannot_start_says_why(tmp_path, text, env, code, said):
+    config = tmp_path / "kvd.toml"
+    head = "" if "socket" in text else f'[server]\nsocket = "{tmp_path}/s"\n'
+    if "[server]" in text and head:
+        text, head = text.replace("[server]\n", head), ""
+    config.write_text(head + text + "\n")
+    result = serve(config, {"KVD_POOL_SIZE": "16MiB", **env} if "size" not in text else env)
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    for part in said:
+        assert part in result.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to drop CAP_IPC_LOCK by changing the user")
+def test_memlock_too_small_is_named(tmp_path):
+    code = """
+import os, resource, sys
+from kvd.config import Config, PoolConfig, resolve
+from kvd.errors import ConfigError
+from kvd.server.app import check_host
+os.setuid(65534)
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+config = Config(pool=PoolConfig(size="64MiB", lock="yes"))
+try:
+    check_host(config, resolve(config, 1 << 34, "x"))
+except ConfigError as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout
+    for part in ("RLIMIT_MEMLOCK", "67108864", "65536", "LimitMEMLOCK", "KVD-CONFIG-MEMLOCK"):
+        assert part in said
+
+
+# --- stop
+
+
+@pytest.mark.slow
+def test_c12_a_frozen_client_cannot_hold_up_the_stop(daemon):
+    one = daemon(server={"stop_timeout_s": 3})
+    frozen = client_process(one.socket, "leases = ns.reserve(chain, 4096)")
+    frozen.send_signal(signal.SIGSTOP)
+    silent = Raw(one.socket)
+    silent.hello()
+    silent.send(*[wire.Call("metrics", {}).to_map(n) for n in range(1, 40)])
+    before = time.monotonic()
+    assert one.stop() == 0
+    assert time.monotonic() - before < 3.5
+    end(frozen)
+
+
+def test_clients_see_the_end(daemon):
+    """META says closed, the connection ends, what the daemon owes is sent first."""
+    one = daemon()
+    control = Control(one.socket, name="x", role="engine", deadline_s=5)
+    _, fds = control.attach(wire.Attach(), deadline_s=5)
+    with contextlib.closing(one.admin()) as admin:
+        assert admin.request(wire.Call("stop", {}), wire.Result, deadline_s=5).result["stopping"]
+    with pytest.raises(UnavailableError):
+        ask_until_the_end(control)
+    assert one.wait() == 0
+    with mmap.mmap(fds[0], 4096, prot=mmap.PROT_READ) as meta:
+        assert int.from_bytes(meta[192:196], "little") == 3
+    for fd in fds:
+        os.close(fd)
+    control.close()
+
+
+def test_stop_during_population_does_not_wait_for_it(daemon):
+    one = daemon(pool={"size": "2GiB", "populate_threads": 1})
+    before = time.monotonic()
+    assert one.stop() == 0
+    assert time.monotonic() - before < 5
+
+
+# --- metrics
+
+
+def test_e5_every_series_is_there_from_the_start(daemon):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    one = daemon(server={"metrics_listen": f"127.0.0.1:{port}"})
+
+    def scrape():
+        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+        return {
+            line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+            for line in text.splitlines()
+            if line[0] != "#"
+        }
+
+    first = scrape()
+    assert first["kvd_published_total"] == 0
+    assert first['kvd_evicted_families_total{reason="space"}'] == 0
+    store = kvd.connect(one.socket)
+    ns = store.namespace(kvd.Manifest(**MANIFEST))
+    chain = ns.chain(list(range(64)), chunk_tokens=16)
+    with ns.reserve(chain, 4096) as writes:
+        writes.publish()
+    second = scrape()
+    assert second["kvd_published_total"] == 4
+    assert second["kvd_clients_attached"] == 1
+    assert set(second) == set(first)
+    assert urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10).read() == b"ok\n"
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/nothing", timeout=10)
+    store.close()
+
+
+@pytest.mark.slow
+def test_an_idle_daemon_costs_next_to_nothing(daemon):
+    """8 attached clients that do nothing: at most 0.5 % of a processor over 3 s (ticks of the kernel: 10 ms)."""
+    one = daemon()
+    stores = [kvd.connect(one.socket) for _ in range(8)]
+
+    def cpu_s():
+        with open(f"/proc/{one.pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    pidfd = os.pidfd_open(one.pid)
+    before = cpu_s()
+    import select
+
+    assert select.select([pidfd], [], [], 3.0) == (
+        [],
+        [],
+        [],
+    )  # a wait of 3 s that the daemon's end would cut short
+    used = cpu_s() - before
+    os.close(pidfd)
+    assert used <= 0.03, f"{used} s of 3 s"
+    for store in stores:
+        store.close()
