@@ -31,7 +31,8 @@ from typing import Final
 from kvd import limits
 from kvd.errors import UsageError
 
-DEPTH_MAX = 16
+DEPTH_MAX: Final = 16
+INTEGER_BITS_MAX: Final = 1024
 
 
 class Fixed:
@@ -108,6 +109,8 @@ def _encode(value: object, where: str, depth: int, parts: list[bytes]) -> None:
     elif isinstance(value, bool):
         parts.append(b"t" if value else b"f")
     elif isinstance(value, int):
+        if value.bit_length() > INTEGER_BITS_MAX:
+            raise _refused(where, f"is an integer of {value.bit_length()} bits, more than {INTEGER_BITS_MAX}")
         parts.append(_sized(b"i", b"%d" % value))
     elif isinstance(value, float):
         parts.append(_float(value, where))

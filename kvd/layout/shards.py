@@ -263,6 +263,12 @@ class Objects:
     def __getitem__(self, index: int) -> Part:
         return self.parts[index]
 
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{part.size_bytes} B" for part in self.parts[:4]) + (
+            ", …" if len(self) > 4 else ""
+        )
+        return f"Objects({self.split.name}, {self.chunk_tokens} tokens: {len(self)} objects of {sizes})"
+
     @property
     def members_count(self) -> int:
         """Members of a complete family."""

@@ -6,7 +6,7 @@ from array import array
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd import limits
@@ -33,6 +33,7 @@ def test_chunk_size_algorithm_and_namespace_are_in_the_root() -> None:
     assert len(roots) == 8
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, limits.token_id_max), max_size=60), st.data())
 def test_extending_in_any_pieces_gives_the_same_chain(tokens: list[int], data: st.DataObject) -> None:
     builder = chain.ChainBuilder(ROOT, 4)

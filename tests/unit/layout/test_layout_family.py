@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.errors import UsageError
@@ -68,6 +68,7 @@ SPLITS = st.sampled_from([Split(), Split(tp=2), Split(tp=2, pp=2), Split(cp=2)])
 
 
 @pytest.mark.slow
+@settings(deadline=None)
 @given(
     st.lists(
         st.one_of(

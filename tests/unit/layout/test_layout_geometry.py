@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from geometry_table import ROWS, Row
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.errors import UsageError
@@ -274,6 +274,7 @@ def test_absurd_geometry_is_refused(build: Any, says: str) -> None:
         build()
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 12), st.sampled_from([1, 2, 3, 8]), st.sampled_from([1, 8, 64]),
     st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2]),

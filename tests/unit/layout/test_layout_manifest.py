@@ -6,7 +6,7 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.errors import UsageError
@@ -184,6 +184,27 @@ def test_bytes_that_are_not_canonical_are_refused() -> None:
         encoding.encode("\ud800")
 
 
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=4))
+def test_hostile_bytes_end_in_one_typed_error_or_another_manifest(changes: list[tuple[int, int]]) -> None:
+    """What a client sends the daemon: any other exception would be a bug."""
+    encoded = bytearray(Manifest(**FULL).encode())
+    for position, byte in changes:
+        encoded[position % len(encoded)] = byte
+    try:
+        manifest = Manifest.decode(bytes(encoded))
+    except UsageError:
+        return
+    assert manifest.encode() == bytes(encoded)
+
+
+def test_absurd_integers_are_refused() -> None:
+    with pytest.raises(UsageError, match="integer of 20000 bits"):
+        encoding.encode(1 << 19_999)
+    with pytest.raises(UsageError):
+        encoding.decode(b"i" + (5000).to_bytes(4, "little") + b"9" * 5000)
+
+
 VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -198,6 +219,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=50, deadline=None)
 @given(VALUES)
 def test_every_value_decodes_to_itself(value: object) -> None:
     encoded = encoding.encode(value)
@@ -205,6 +227,7 @@ def test_every_value_decodes_to_itself(value: object) -> None:
     assert encoding.encode(encoding.decode(encoded)) == encoded
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=60))
 def test_arbitrary_bytes_are_refused_or_canonical(data: bytes) -> None:
     try:

@@ -81,7 +81,7 @@ def test_named_layouts_against_the_reference(name: str, planes: tuple[Plane, ...
     check_both_ways(PagedLayout(name, **arguments), geom, Split(), 0, 11)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.permutations("LBPHN"),
     st.sampled_from(["", "L", "P", "LP", "PL"]),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvd.errors import UsageError
@@ -28,6 +28,7 @@ def identities(name: str, chunks: int) -> list[bytes]:
     )
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 40), st.integers(0, 40), st.sampled_from([1, 2, 4]))
 def test_a_window_touches_at_most_two_hosts(seed: int, length: int, begin: int, head_groups: int) -> None:
     """Leave the position window out of the key and one read touches many hosts."""

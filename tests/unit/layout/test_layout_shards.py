@@ -44,6 +44,8 @@ def built(geom: Geometry, split: Split, seed: int = 7) -> dict[int, bytes]:
     return {part.index: object_bytes(geom.groups[part.group], rows[part.group], part) for part in objects}
 
 
+@pytest.mark.slow
+@settings(deadline=None)
 @given(SPLITS, st.sampled_from([HYBRID, LATENT]))
 def test_sizes_are_those_of_the_bytes(split: Split, geom: Geometry) -> None:
     objects = Objects(geom, split, CHUNK)
@@ -133,6 +135,7 @@ def test_stage_rules(rule: str, layers: int, pp: int, sizes: list[int]) -> None:
     assert stages[-1][1] == layers
 
 
+@settings(deadline=None)
 @given(SPLITS, st.sampled_from([HYBRID, LATENT]))
 def test_every_rank_finds_all_it_reads_and_each_part_has_one_writer(split: Split, geom: Geometry) -> None:
     objects = Objects(geom, split, CHUNK)
@@ -146,6 +149,7 @@ def test_every_rank_finds_all_it_reads_and_each_part_has_one_writer(split: Split
     assert read == set(range(len(objects)))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 0xFFFF))
 def test_codes_are_splits_or_refused(code: int) -> None:
     try:
@@ -203,6 +207,12 @@ def test_what_cannot_be_resharded_is_named() -> None:
         shards.reshard(LLAMA.objects(chunk_tokens=256), LLAMA.objects(chunk_tokens=512))
 
 
+def test_objects_say_what_they_are() -> None:
+    assert repr(LLAMA.objects(chunk_tokens=256, tp=2)) == (
+        "Objects(TP 2, 256 tokens: 2 objects of 16777216 B, 16777216 B)"
+    )
+
+
 def test_members_fit_the_index() -> None:
     objects = LLAMA.objects(chunk_tokens=256, tp=8, pp=16)
     assert len(objects) == limits.members_per_family_max
@@ -211,6 +221,7 @@ def test_members_fit_the_index() -> None:
 
 
 @pytest.mark.slow
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)), max_size=6),
     st.integers(1, 4),
