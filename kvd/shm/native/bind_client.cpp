@@ -94,7 +94,10 @@ PyType_Slot writable_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(writab
 nb::object lease_view(nb::handle self, std::optional<u32> member) {
   Lease& lease = *nb::inst_ptr<Lease>(self);
   lease.showing = member.value_or(lease.member);
-  return memoryview_of(self);
+  PyObject* view = PyMemoryView_FromObject(self.ptr());
+  lease.showing = lease.member;  // memoryview(lease) shows what it always showed
+  if (view == nullptr) throw nb::python_error();
+  return nb::steal(view);
 }
 
 // --- batches

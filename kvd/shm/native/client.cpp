@@ -138,12 +138,12 @@ void Client::revalidate(LeaseSet& set, bool each, bool patient) const {
   step("lease.fenced");
   if (mutant::revalidate) return;
   bool going = true;
+  const u64 until = patient ? now_ns() + patience_ns : 0;  // for the whole set
   set.keep_if([&](const Leased& item) {
     const Shared<u64>& sg = index_.entry(item.entry).sg;
     u64 now = sg.load(memory_order_acquire);
     // The daemon looks whether this family is held: it goes back to READY if it is, in less time than a scan takes.
-    for (const u64 until = patient ? now_ns() + patience_ns : 0;
-         patient && now == sg_of(item.generation, entry_evicting) && now_ns() < until;) {
+    while (patient && now == sg_of(item.generation, entry_evicting) && now_ns() < until) {
       now = sg.load(memory_order_acquire);
     }
     const bool stands = now == sg_of(item.generation, entry_ready);

@@ -13,8 +13,8 @@ from shm_world import SEED, World
 def make_world() -> Iterator[Callable[..., World]]:
     worlds: list[World] = []
 
-    def make(**options: int) -> World:
-        worlds.append(World(**options))
+    def make(*, families: int = 64, hazards: int = 256) -> World:
+        worlds.append(World(families=families, hazards=hazards))
         return worlds[-1]
 
     yield make
