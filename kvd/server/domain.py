@@ -21,7 +21,7 @@ from kvd.clock import Clock
 from kvd.config import Config, Sizes
 from kvd.core import events as ev
 from kvd.core.core import Core, CoreConfig
-from kvd.errors import CapacityError, InvariantError, UsageError
+from kvd.errors import CapacityError, UsageError
 from kvd.layout.manifest import Manifest
 from kvd.server import logs
 from kvd.shm import _native, pool, segments
@@ -55,7 +55,9 @@ class ProcessIdentity:
 
 @dataclass(slots=True)
 class Domain:
-    """A domain in service. `on_reply` sends the core's answers to clients, `on_again` schedules long operations."""
+    """A domain in service. `performers` says what is done for each type of effect; who sends the core's answers to
+    clients (the runner) puts itself there for theirs.
+    """
 
     name: str
     identity: ProcessIdentity
@@ -65,28 +67,21 @@ class Domain:
     table: _native.Table
     meta_fd: int
     segments: list[pool.Segment]
-    on_reply: Callable[[ev.Reply], None]
-    on_again: Callable[[int], None]
     namespaces: dict[bytes, NamespaceRecord] = field(default_factory=dict)
     namespaces_by_number: dict[int, NamespaceRecord] = field(default_factory=dict)
     splits: dict[bytes, int] = field(default_factory=dict)
     splits_by_number: dict[int, dict[str, Any]] = field(default_factory=dict)
     # By type rather than by `match`: this is looked up for every effect of every operation.
-    _performers: dict[type, Callable[[Any], ev.Published | ev.Evicted | None]] = field(init=False, repr=False)
+    performers: dict[type, Callable[[Any], ev.Published | ev.Evicted | None]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._performers = {
+        self.performers = {
             ev.DoReserve: self._reserve,
             ev.DoPublish: self._publish,
             ev.DoEvict: self._evict,
             ev.DoFreeRecords: lambda effect: self.table.free_records(effect.records),
             ev.DoFlags: lambda effect: self.table.set_flags(effect.entries, effect.flags),
-            ev.DoAgain: lambda effect: self.on_again(effect.token),
             ev.Note: self._note,
-            **dict.fromkeys(
-                (ev.ReservedReply, ev.PublishedReply, ev.AbortedReply, ev.ErrorReply, ev.AdminReply),
-                lambda effect: self.on_reply(effect),
-            ),
         }
 
     @property
@@ -99,7 +94,7 @@ class Domain:
         now_ns = self.clock.now_ns()
         effects = self.core.step(now_ns, event)
         if len(effects) == 1:
-            answer = self._performers[type(effects[0])](effects[0])
+            answer = self.performers[type(effects[0])](effects[0])
             if answer is None:
                 return
             effects = self.core.step(now_ns, answer)
@@ -109,7 +104,7 @@ class Domain:
             if effect is None:
                 stack.pop()
                 continue
-            answer = self._performers[type(effect)](effect)
+            answer = self.performers[type(effect)](effect)
             if answer is not None:
                 stack.append(iter(self.core.step(now_ns, answer)))
 
@@ -251,8 +246,4 @@ def create(
         kind = pool.PageKind.HUGETLB if segment.hugetlb else pool.PageKind.SMALL
         table.set_segment(segment.number, 0, kind, segment.inode)
     core = Core(core_config(config), sizes.families_max, sizes.records_max, list(sizes.segments_bytes))
-    return Domain(name, identity, sizes, clock, core, table, meta_fd, made, _unset, _unset)
-
-
-def _unset(*_: object) -> None:
-    raise InvariantError("a domain was used before it was wired up")
+    return Domain(name, identity, sizes, clock, core, table, meta_fd, made)

@@ -31,6 +31,7 @@ RETRY_MIN_S: Final = 0.001
 RETRY_MAX_S: Final = 0.25
 
 _RESERVE, _PUBLISH, _ABORT, _PING = (int(kind) for kind in Sq)
+_RESERVED, _PUBLISHED, _ABORTED, _PONG, _ERROR = (int(kind) for kind in Cq)
 _TOUCH: Final = struct.Struct("<QQIIIIQIIQ8x")
 _NO_PARENT: Final = messages.NO_PARENT
 _PUSHED_ASLEEP: Final = 3
@@ -60,8 +61,16 @@ class Runner:
         self.frames = 0
         self.replies_deferred = 0
         self.lease_refusals = 0
-        domain.on_reply = self._reply
-        domain.on_again = self._again_later
+        domain.performers.update(
+            {
+                ev.ReservedReply: self._reserved,
+                ev.PublishedReply: self._published,
+                ev.AbortedReply: self._aborted,
+                ev.ErrorReply: self._refused,
+                ev.AdminReply: self._administrated,
+                ev.DoAgain: self._again_later,
+            }
+        )
         clients.drain = self.drain
         clients.drain_all = self.drain_all
 
@@ -134,14 +143,14 @@ class Runner:
                 raise ProtocolError(
                     f"malformed PING of {len(payload)} bytes: it is empty", code="ring", kind="PING"
                 )
-            self._push(client, Cq.PONG, op, b"")
+            self._push(client, _PONG, op, b"")
         else:
             raise ProtocolError(f"unknown ring message of type {kind}", code="ring", kind=kind)
 
     def _reserve(self, client: Client, op: int, ask: messages.Reserve) -> None:
         refusal = self._refusal(client, ask)
         if refusal is not None:
-            self._push(client, Cq.ERROR, op, messages.pack_error(refusal))
+            self._push(client, _ERROR, op, messages.pack_error(refusal))
             return
         self._drain_touches()
         indices = bytes([member.index for member in ask.members])
@@ -194,27 +203,36 @@ class Runner:
 
     # --- answers
 
-    def _reply(self, reply: ev.Reply) -> None:
-        if isinstance(reply, ev.AdminReply) or reply.client == ev.ADMIN:
-            self._admin_reply(reply)
-            return
-        client = self._clients.by_slot.get(reply.client)
-        if client is None or not client.attached:
-            return
-        match reply:
-            case ev.ReservedReply():
-                payload = messages.pack_reserved(reply.reservation, reply.places, reply.statuses)
-                self._push(client, Cq.RESERVED, reply.op, payload)
-            case ev.PublishedReply():
-                self._push(client, Cq.PUBLISHED, reply.op, messages.pack_published(reply.statuses))
-            case ev.AbortedReply():
-                self._push(client, Cq.ABORTED, reply.op, messages.pack_aborted(reply.count))
-            case ev.ErrorReply():
-                self._push(client, Cq.ERROR, reply.op, messages.pack_error(reply.error))
+    def _reserved(self, reply: ev.ReservedReply) -> None:
+        self._answer(
+            reply, _RESERVED, messages.pack_reserved(reply.reservation, reply.places, reply.statuses)
+        )
 
-    def _admin_reply(self, reply: ev.Reply) -> None:
+    def _published(self, reply: ev.PublishedReply) -> None:
+        self._answer(reply, _PUBLISHED, messages.pack_published(reply.statuses))
+
+    def _aborted(self, reply: ev.AbortedReply) -> None:
+        self._answer(reply, _ABORTED, messages.pack_aborted(reply.count))
+
+    def _refused(self, reply: ev.ErrorReply) -> None:
+        if reply.client == ev.ADMIN:
+            self._administrated(reply)
+        else:
+            self._answer(reply, _ERROR, messages.pack_error(reply.error))
+
+    def _answer(
+        self,
+        reply: ev.ReservedReply | ev.PublishedReply | ev.AbortedReply | ev.ErrorReply,
+        kind: int,
+        payload: bytes,
+    ) -> None:
+        client = self._clients.by_slot.get(reply.client)
+        if client is not None and client.attached:
+            self._push(client, kind, reply.op, payload)
+
+    def _administrated(self, reply: ev.AdminReply | ev.ErrorReply) -> None:
         done = self._admin_replies.pop(reply.op, None)
-        if done is None or not isinstance(reply, ev.AdminReply | ev.ErrorReply):
+        if done is None:
             raise InvariantError(f"the core answered administration {reply.op}, which nobody asked")
         done(reply)
 
@@ -312,8 +330,8 @@ class Runner:
         self._admin_replies[self._admin_op] = done
         self._domain.step(make(self._admin_op))
 
-    def _again_later(self, token: int) -> None:
-        self._loop.call_soon(self._guarded, self._again, token)
+    def _again_later(self, effect: ev.DoAgain) -> None:
+        self._loop.call_soon(self._guarded, self._again, effect.token)
 
     def _again(self, token: int) -> None:
         self._domain.step(ev.Again(token))
