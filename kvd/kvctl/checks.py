@@ -179,9 +179,7 @@ def _daemon(facts: Facts) -> Iterator[Check]:
     if facts.daemon is None:
         error = facts.daemon_error
         text = "not running" if error is None or error.code == "KVD-UNAVAILABLE-NO-DAEMON" else error.message
-        advice = (
-            "" if text != "not running" else "the checks below are about this machine and its configuration"
-        )
+        advice = "see socket" if text == "not running" else "its log says more: journalctl -u kvd"
         if error is not None and error.code == "KVD-UNAVAILABLE-DEADLINE":
             advice = "it is stopped, frozen or overloaded: look at its process state and log; systemctl restart kvd"
         yield _fail("daemon", text, advice)

@@ -45,7 +45,8 @@ def doctor(
 ) -> None:
     """Check host, configuration, socket and daemon.
 
-    Each finding comes with the way out. Works with the daemon down. Exit code 1 if a check fails; warnings do not count.
+    Each finding comes with the way out. Works with the daemon down. Exit code 1 if a check fails;
+    warnings do not count.
     """
     chosen = socket or session.shared(ctx).socket
     found = checks.all_checks(gather(chosen, config, session.deadline_of(ctx, timeout)))

@@ -80,7 +80,8 @@ def share(part: float, whole: float) -> str:
 
 def duration(seconds: float) -> str:
     """'12 s', '3 min 20 s', '2 h 5 min', '4 d 3 h'."""
-    whole = max(0, int(seconds))
+    seconds = max(0.0, seconds)
+    whole = int(seconds)
     for big, big_s, small, small_s in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if whole >= big_s:
             rest = whole % big_s // small_s
