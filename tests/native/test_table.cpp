@@ -1,7 +1,8 @@
 // Index, leases and rings as plain C++, also under ThreadSanitizer and AddressSanitizer.
 //
 // All sides use one mapping of META and of each CLIENT region, so that a sanitizer sees every access to the same
-// address. What each test guards is named where it is; a build with KVD_DEFINES=KVD_TESTING, run with KVD_MUTANT=x, makes it fail.
+// address. What each test guards is named where it is: it fails in a build with KVD_DEFINES=KVD_TESTING when run with
+// KVD_MUTANT=x.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -389,9 +390,10 @@ void test_touches() {
 // Readers lease and read while the daemon evicts and rewrites the same slots. Each object is filled with the number of
 // its publication, which is also its checksum: a reader that sees another number under its lease read another object.
 // Guards I2, I3 and I4 together (REVALIDATE, HAZARD_SCAN); with ThreadSanitizer also that no read races a write.
-void reader(Client& client, const std::vector<Key>& keys, const std::atomic<bool>& stop, u64 id, u64& reads) {
+void reader(Client& client, const std::vector<Key>& keys, u64 batch, const std::atomic<bool>& stop, u64 id,
+            std::atomic<u64>& reads) {
   std::mt19937_64 random(seed + id);
-  std::vector<Key> asked(8);
+  std::vector<Key> asked(batch);
   while (!stop.load(std::memory_order_relaxed)) {
     for (Key& key : asked) key = keys[random() % keys.size()];
     const LeaseRef set = client.acquire(bytes_of(asked), asked.size(), 0, true);
@@ -401,30 +403,31 @@ void reader(Client& client, const std::vector<Key>& keys, const std::atomic<bool
       std::memcpy(words, member.address, sizeof words);
       CHECK(words[0] == asked[(*set)[i].key].words[0]);
       for (u32 w = 1; w < object_bytes / 8; ++w) CHECK(words[w] == member.checksum);
-      ++reads;
+      reads.fetch_add(1, std::memory_order_relaxed);
     }
     client.match(bytes_of(asked), asked.size(), 1);
     if (random() % 4 == 0) set->release(0, set->size());
   }
 }
 
-void test_stress(u64 rounds) {
-  constexpr u32 families = 64, keys_count = 96;
+// With two families and one victim at a time it also meets what only a store buffer does (READER_FENCE, DAEMON_FENCE; most runs do).
+void test_stress(u64 rounds, u32 families, u32 keys_count, u64 batch) {
   World world(families);
   std::mt19937_64 random(seed);
   const std::vector<Key> keys = random_keys(random, keys_count);
   std::vector<std::shared_ptr<Client>> clients;
   for (u32 i = 0; i < 3; ++i) clients.push_back(world.client(i));
   std::atomic<bool> stop{false};
-  u64 reads[3] = {};
+  std::atomic<u64> reads[3] = {};
   std::vector<std::thread> threads;
   for (u32 i = 0; i < 3; ++i) {
-    threads.emplace_back([&, i] { reader(*clients[i], keys, stop, i, reads[i]); });
+    threads.emplace_back([&, i] { reader(*clients[i], keys, batch, stop, i, reads[i]); });
   }
   std::vector<u32> free_numbers, used;
   for (u32 i = 0; i < families; ++i) free_numbers.push_back(i);
   u64 publication = 0, freed = 0, held = 0;
-  for (u64 round = 0; round < rounds; ++round) {
+  const auto all_read = [&] { return reads[0] > 1000 && reads[1] > 1000 && reads[2] > 1000; };
+  for (u64 round = 0; round < rounds || !all_read(); ++round) {
     while (!free_numbers.empty()) {
       const Key& key = keys[random() % keys_count];
       if (world.table->index().find(key)) break;
@@ -439,7 +442,7 @@ void test_stress(u64 rounds) {
       used.push_back(number);
     }
     std::shuffle(used.begin(), used.end(), random);
-    const std::vector<u32> victims(used.begin(), used.begin() + static_cast<long>(std::min<u64>(used.size(), 8)));
+    const std::vector<u32> victims(used.begin(), used.begin() + static_cast<long>(std::min<u64>(used.size(), batch)));
     const Evicted out = world.evict(victims);
     freed += out.freed.size();
     held += out.held.size();
@@ -454,7 +457,7 @@ void test_stress(u64 rounds) {
   stop = true;
   for (std::thread& thread : threads) thread.join();
   std::printf("stress: %lu rounds, %lu reads, %lu freed, %lu held\n", rounds, reads[0] + reads[1] + reads[2], freed, held);
-  CHECK(reads[0] != 0 && reads[1] != 0 && reads[2] != 0 && freed > rounds && held != 0);
+  CHECK(freed > 1000 && held != 0);
   for (u32 i = 0; i < 3; ++i) CHECK(world.table->held(i).leases == 0);
 }
 
@@ -473,6 +476,8 @@ int main(int argc, char** argv) {
   test_ring_roundtrip();
   test_ring_hostile();
   test_touches();
-  test_stress(argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 40000);
+  const u64 rounds = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 40000;
+  test_stress(rounds, 64, 96, 8);
+  test_stress(10 * rounds, 2, 2, 1);
   std::puts("ok");
 }
