@@ -85,18 +85,51 @@ class Completeness:
         codes = [splits] * len(present) if isinstance(splits, int) else splits
         if len(codes) != len(present):
             raise UsageError(f"{len(present)} bitmaps, but {len(codes)} splits", code="family")
-        groups = range(len(self.geometry.groups))
-        run = [0] * len(groups)  # complete chunks in a row, up to here, for each group
-        lengths = 1
-        for number, (bitmap, code) in enumerate(zip(present, codes, strict=True)):
-            masks = self.group_masks(code) if bitmap else None
-            for group in groups:
-                whole = masks is not None and bitmap & masks[group] == masks[group]
-                run[group] = run[group] + 1 if whole else 0
-            chunks = number + 1
-            if all(run[group] >= chunks - self.first_chunk(group, chunks) for group in groups):
-                lengths |= 1 << chunks
+        lengths = (2 << len(present)) - 1
+        for group in range(len(self.geometry.groups)):
+            lengths &= self._lengths_of(group, self._whole(group, present, codes), len(present))
         return lengths
+
+    def _whole(self, group: int, present: Sequence[int], codes: Sequence[int]) -> int:
+        """Bit i is set if chunk i has every member of `group` that its split has."""
+        whole = 0
+        bit = 1
+        for bitmap, code in zip(present, codes, strict=True):
+            if bitmap:
+                masks = self.group_masks(code)
+                if masks is not None and bitmap & masks[group] == masks[group]:
+                    whole |= bit
+            bit <<= 1
+        return whole
+
+    def _lengths_of(self, group: int, whole: int, chunks: int) -> int:
+        """Lengths that one group allows, as bits 0 … chunks, given its whole chunks."""
+        described = self.geometry.groups[group]
+        match described.rule:
+            case Rule.FULL:
+                leading = (~whole & (whole + 1)).bit_length() - 1  # the lowest missing chunk
+                return (2 << leading) - 1
+            case Rule.STATE:
+                return whole << 1 | 1
+            case Rule.WINDOW:
+                # Always as many chunks back; those before the first count as there. `ends` has a bit where `run`
+                # whole chunks in a row end; two runs side by side make one of both lengths.
+                back = min(-(-(described.window - 1) // self.chunk_tokens), chunks)
+                if not back:
+                    return (2 << chunks) - 1
+                ends, run = whole << back | ((1 << back) - 1), 1
+                while run < back:
+                    step = min(run, back - run)
+                    ends &= ends << step
+                    run += step
+                return ends >> back << 1 | 1
+            case Rule.CHUNKED:
+                lengths = 1
+                for length in range(1, chunks + 1):
+                    first = self.first_chunk(group, length)
+                    wanted = (1 << length) - (1 << first)
+                    lengths |= (whole & wanted == wanted) << length
+                return lengths
 
     def usable_chunks(
         self, present: Sequence[int], splits: Sequence[int] | int, *, prompt_tokens: int | None = None

@@ -41,9 +41,10 @@ MUTANTS = [
     ("manifest.py", '"salt": salt,', '"salt": "",', "manifest"),
     ("encoding.py", "in sorted(keyed)", "in keyed", "manifest"),
     ("encoding.py", "if encode(value, where=where) != reader.data:", "if False:", "manifest"),
-    ("family.py", "(described.window - 1)", "(described.window - 2)", "family"),
+    ("family.py", "-(-(described.window - 1)", "-(-(described.window - 2)", "family"),
+    ("family.py", "ends &= ends << step", "ends |= ends << step", "family"),
     ("family.py", "bitmap & masks[group] == masks[group]", "bitmap & masks[group] != 0", "family"),
-    ("family.py", "return max(0, chunks - 1)", "return chunks", "family"),
+    ("family.py", "return whole << 1 | 1", "return (2 << chunks) - 1", "family"),
     ("family.py", "common &= bits", "common = min(common, bits) if common != -1 else bits", "family"),
     ("shards.py", "if part.ranks[0] == tp_rank", "if True", "shards"),
     (
