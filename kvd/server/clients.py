@@ -14,7 +14,6 @@ detached in order and holds nothing. A disconnected client that lives keeps its 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -61,6 +60,9 @@ class Client:
     state: State = State.ATTACHED
     attached: bool = True  # its ring is served; asked several times per frame
     hostile: bool = False
+    inbox: deque[tuple[int, int, bytes]] = field(
+        default_factory=deque
+    )  # taken from the ring, not handled yet
     replies: deque[tuple[int, int, bytes]] = field(
         default_factory=deque
     )  # that found the ring of answers full
@@ -167,9 +169,17 @@ class Clients:
         """Disconnect and kill (policy leased_over = disconnect): only its end gives back what it holds."""
         self.kills += 1
         self.disconnect(client, error)
-        if client.peer.pidfd is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                signal.pidfd_send_signal(client.peer.pidfd, signal.SIGKILL)
+        if client.peer.pidfd is None:
+            return
+        try:
+            signal.pidfd_send_signal(client.peer.pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        except PermissionError:
+            _log.error(
+                "client_cannot_be_killed", **self._who(client), uid=client.peer.uid,
+                hint="the daemon needs CAP_KILL to end processes of other users; what this one holds stays held",
+            )  # fmt: skip
 
     def _on_wake(self, client: Client) -> None:
         try:
@@ -212,6 +222,7 @@ class Clients:
         self._loop.remove_reader(client.wake.fileno())
         client.wake.close()
         client.replies.clear()
+        client.inbox.clear()
         if client.retry is not None:
             client.retry.cancel()
             client.retry = None

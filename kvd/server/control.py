@@ -255,7 +255,7 @@ class Control:
 
     def start(self) -> None:
         """Accept connections."""
-        if not self._accepting:
+        if not self._accepting and self._listener.fileno() >= 0:
             self.loop.add_reader(self._listener.fileno(), self.guarded, self._accept)
             self._accepting = True
 
@@ -294,7 +294,8 @@ class Control:
             except UsageError as error:
                 _refuse(sock, error)
                 continue
-            if len(self.connections) >= self._connections_max:
+            # Root and the daemon's own user get in whatever others hold open: someone must be able to look.
+            if len(self.connections) >= self._connections_max and peer.uid not in (0, self._own_uid):
                 _refuse(
                     sock,
                     CapacityError(

@@ -1,7 +1,7 @@
 """The command `kvd`: serve, config check, version.
 
 Exit codes: 0 stopped as asked, 2 wrong command line, 69 another daemon is there or memory is missing, 70 kvd broke,
-75 the stop took longer than its bound, 78 the configuration is wrong.
+71 the system refused something, 75 the stop took longer than its bound, 78 the configuration is wrong.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvd.probe import memory
 from kvd.version import VERSION
 
 EXIT_UNAVAILABLE: Final = 69
+EXIT_SYSTEM: Final = 71
 EXIT_CONFIG: Final = 78
 
 app = typer.Typer(
@@ -81,6 +82,9 @@ def serve(config: ConfigOption = None) -> None:
         code = daemon.run(loaded, sized(loaded), os.environ, uvloop.new_event_loop)
     except KvdError as error:
         raise _fail(error) from None
+    except OSError as error:
+        print(f"kvd: the system refused: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_SYSTEM) from None
     raise typer.Exit(code)
 
 

@@ -62,6 +62,8 @@ class Report:
     def status(self) -> dict[str, object]:
         """Everything that `kvctl status` shows."""
         domain = self._domain
+        statistics = domain.core.statistics()
+        namespaces = self._namespaces(statistics.pop("namespaces"))
         return {
             "version": VERSION,
             "pid": os.getpid(),
@@ -72,7 +74,7 @@ class Report:
             "socket": self._config.server.socket,
             "domain": domain.name,
             "pool": self._pool(),
-            "core": self._core(),
+            "core": statistics,
             "meta_bytes": domain.table.meta_bytes,
             "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "clients": {
@@ -82,19 +84,12 @@ class Report:
                 "leases": sum(client.leases for client in self._clients.by_slot.values()),
                 "leased_bytes": sum(client.leased_bytes for client in self._clients.by_slot.values()),
             },
-            "namespaces": self._namespaces(),
+            "namespaces": namespaces,
             "lookups": dict(zip(CLIENT_COUNTERS, self._client_counters(), strict=True)),
             "counters": self._counters(),
         }
 
-    def _core(self) -> dict[str, object]:
-        """The core's statistics; what it says of namespaces is in `_namespaces`."""
-        statistics = self._domain.core.statistics()
-        statistics.pop("namespaces", None)
-        return statistics
-
-    def _namespaces(self) -> list[dict[str, object]]:
-        used = self._domain.core.statistics()["namespaces"]
+    def _namespaces(self, used: object) -> list[dict[str, object]]:
         if not isinstance(used, dict):
             raise InvariantError("the core lists namespaces as a map")
         rows: list[dict[str, object]] = []
@@ -263,14 +258,14 @@ class Report:
             ("leased_bytes", "Bytes leased, as of the last second.", sum(client.leased_bytes for client in clients)),
         ):  # fmt: skip
             yield Series(f"kvd_{name}", "gauge", meaning, [({}, value)])
-        for name, number in _flat(self._core()):
+        for name, number in _flat(self._domain.core.statistics()):
             yield Series(f"kvd_{name}", "gauge", f"{name.replace('_', ' ')}.", [({}, number)])
 
 
 def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """(name, number) of every number in nested maps; lists, which come and go, are left out."""
+    """(name, number) of every number in nested maps; what comes and goes (lists, namespaces) is left out."""
     for name, value in values.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and name != "namespaces":
             yield from _flat(value, f"{prefix}{name}_")
         elif isinstance(value, int | float):
             yield f"{prefix}{name}", value

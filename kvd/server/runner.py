@@ -2,8 +2,8 @@
 
 Owns no state but counters; event-loop thread only. For each client that woke the daemon it takes frames from the
 ring (already copied out of shared memory), checks every field, looks up the facts and steps the core, all in one
-turn. Fairness: a client gets at most POP_FRAMES frames or TURN_NS before the loop goes on. Backpressure: while a
-client's ring of answers is full, its ring of asks is not served. A payload that cannot be right disconnects this
+turn. Fairness: after TURN_NS a client's remaining frames wait until the loop went round. Backpressure: while a
+client's ring of answers is full, its asks are not handled. A payload that cannot be right disconnects this
 client only.
 """
 
@@ -25,6 +25,7 @@ from kvd.shm.messages import Cq, Sq
 
 TURN_NS: Final = 1_000_000
 POP_FRAMES: Final = 16
+TOUCHES_MAX: Final = 1024  # of one look at one client; the newest count, the ring is lossy anyway
 TOUCHES_AGE_NS: Final = 1_000_000
 LEASES_AGE_NS: Final = 10_000_000
 RETRY_MIN_S: Final = 0.001
@@ -82,10 +83,10 @@ class Runner:
             self._guarded(self._turn, client)
 
     def drain_all(self, client: Client) -> None:
-        """Serve everything in the ring now (the client leaves); bounded by the ring's size."""
-        client.replies.clear()
-        while client.attached and self._take(client):
+        """Handle everything that is in the ring now (the client leaves); bounded by the ring's size."""
+        while client.attached and (client.inbox or self._fetch(client)):
             client.replies.clear()
+            self._handle(client, client.inbox.popleft())
         self._touches_of(client)
 
     def _turn(self, client: Client) -> None:
@@ -95,33 +96,31 @@ class Runner:
         client.region.awake()
         end_ns = self._domain.clock.now_ns() + TURN_NS
         while client.attached and not client.replies:
-            # A batch that is not full emptied the ring, as far as anyone knows: `may_sleep` looks again.
-            if self._take(client) < POP_FRAMES:
-                if not client.attached or client.replies or client.region.may_sleep():
-                    break
-            elif self._domain.clock.now_ns() > end_ns:
-                client.draining = True
-                self._loop.call_soon(self._guarded, self._turn, client)
-                return
+            if client.inbox or self._fetch(client):
+                self._handle(client, client.inbox.popleft())
+                if self._domain.clock.now_ns() > end_ns:
+                    client.draining = True
+                    self._loop.call_soon(self._guarded, self._turn, client)
+                    return
+            elif not client.attached or client.region.may_sleep():
+                break
         self._touches_of(client)
 
-    def _take(self, client: Client) -> int:
-        """Handle up to POP_FRAMES frames. Returns how many; 0 if the client was disconnected."""
+    def _fetch(self, client: Client) -> bool:
+        """Take frames from the ring into the inbox. False when there are none, or the ring is hostile."""
         try:
-            frames = client.region.pop(POP_FRAMES)
+            client.inbox.extend(client.region.pop(POP_FRAMES))
         except ValueError as error:
             self._clients.disconnect(client, ProtocolError(f"hostile ring: {error}", code="ring"))
-            return 0
-        for kind, op, payload in frames:
-            client.frames += 1
-            self.frames += 1
-            try:
-                self._frame(client, kind, op, payload)
-            except ProtocolError as error:
-                self._clients.disconnect(client, error)
-            if not client.attached:
-                return 0
-        return len(frames)
+        return bool(client.inbox)
+
+    def _handle(self, client: Client, frame: tuple[int, int, bytes]) -> None:
+        client.frames += 1
+        self.frames += 1
+        try:
+            self._frame(client, *frame)
+        except ProtocolError as error:
+            self._clients.disconnect(client, error)
 
     # --- frames
 
@@ -289,6 +288,7 @@ class Runner:
     def _touches_of(self, client: Client) -> None:
         rows = client.region.touches()
         if rows:
+            rows = rows[-TOUCHES_MAX * _TOUCH.size :]
             families_max = self._domain.sizes.families_max
             touches = [
                 touch
