@@ -1,5 +1,7 @@
 #include "index.hpp"
 
+#include <algorithm>
+
 namespace kvd {
 namespace {
 
