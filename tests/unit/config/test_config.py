@@ -1,5 +1,7 @@
 """The configuration: sources and their order, refusals by name, and the numbers that it resolves to."""
 
+from pathlib import Path
+
 import pytest
 
 from kvd import config as c
@@ -142,3 +144,10 @@ def test_a_pool_that_cannot_be_is_refused_with_the_numbers(pool, said):
         sized(**pool)
     for part in said:
         assert part in caught.value.message
+
+
+def test_the_documentation_has_every_option_as_it_is():
+    text = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+    for key, value, _, meaning in Config().describe():
+        shown = f"`{value}`" if value else "–"
+        assert f"| `{key.partition('.')[2]}` | {shown} | {meaning} |" in text, key
