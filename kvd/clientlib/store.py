@@ -12,6 +12,7 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 from types import TracebackType
 from typing import Any
 
@@ -26,6 +27,7 @@ from kvd.shm import compute
 from kvd.shm._native import Client
 from kvd.wire import messages as wire
 
+_PREFAULT_BYTES = 16 << 20
 _COUNTERS = (
     "lookups", "keys_asked", "keys_hit", "leases", "leases_released", "bytes_viewed", "fetches",
     "adopts", "adopts_failed", "verify_failed", "bytes_filled",
@@ -93,6 +95,17 @@ class Store:
         self.slot = attached.slot
         self.segment_bytes = attached.segments
         self.calls = Calls(self.native, self._wake)
+        self._mapper = threading.Thread(target=self._prefault, name="kvd-prefault", daemon=True)
+        self._mapper.start()
+
+    def _prefault(self) -> None:
+        """Map the pool ahead of its use: a page that is touched first in the middle of a copy costs it dearly."""
+        for number, size_bytes in enumerate(self.segment_bytes):
+            for offset in range(0, size_bytes, _PREFAULT_BYTES):
+                try:
+                    self.native.prefault(number, offset, _PREFAULT_BYTES)
+                except RuntimeError:
+                    return  # closed meanwhile
 
     # -- namespaces ---------------------------------------------------------------------------------------
 
@@ -173,6 +186,7 @@ class Store:
             self._wake.close()
             return
         leased = self.native.close()
+        self._mapper.join()
         if self.calls.lost is None and not leased:
             # A daemon that is away or slow learns of the end from the kernel.
             with contextlib.suppress(KvdError):

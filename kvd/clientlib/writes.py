@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kvd.shm._native import Client, WritableView
 
 _OPEN, _DONE = 0, 1
+_GRANTED, _SKIPPED = int(Granted.GRANTED), int(Published.SKIPPED)
+_RESULTS = tuple(Published)
 
 
 class Writes(Sequence["Write"]):
@@ -73,7 +75,7 @@ class Writes(Sequence["Write"]):
     @property
     def granted_count(self) -> int:
         """Items that are ours to fill; the others are present already or being written."""
-        return self._granted.count(Granted.GRANTED)
+        return self._granted.count(_GRANTED)
 
     def fill(self, sources: Sequence[Any]) -> None:
         """Copy one source a granted item into its slot, checksum included. A None leaves the item alone.
@@ -83,7 +85,7 @@ class Writes(Sequence["Write"]):
         if len(sources) != len(self):
             raise UsageError(f"{len(sources)} sources for {len(self)} items", code="sources")
         for position, source in enumerate(sources):
-            if source is not None and self._granted[position] == Granted.GRANTED:
+            if source is not None and self._granted[position] == _GRANTED:
                 self._fill(position, source)
 
     def publish(self) -> list[Published]:
@@ -123,7 +125,7 @@ class Writes(Sequence["Write"]):
         alive = 0
         due = []
         for position, state in enumerate(self._state):
-            if state == _DONE or self._granted[position] != Granted.GRANTED:
+            if state == _DONE or self._granted[position] != _GRANTED:
                 continue
             handle = self._views.get(position)
             if handle is not None and handle.exports:
@@ -171,7 +173,7 @@ class Writes(Sequence["Write"]):
         return seeds[position // len(self._members)]
 
     def _view(self, position: int) -> memoryview:
-        if self._granted[position] != Granted.GRANTED:
+        if self._granted[position] != _GRANTED:
             said = Granted(self._granted[position]).name.lower()
             raise LifecycleError(f"item {position} is not ours to write: it is {said}", code="not-granted")
         if self._state[position] == _DONE:
@@ -203,8 +205,9 @@ class Writes(Sequence["Write"]):
 
     def _publications(self, positions: range) -> list[tuple[int, bytes]]:
         """PUBLISH payloads for the granted, open items among `positions`; computes missing checksums."""
-        due = [i for i in positions if self._granted[i] == Granted.GRANTED and self._state[i] == _OPEN]
-        for position in due:
+        granted, state = self._granted, self._state
+        due = [i for i in positions if granted[i] == _GRANTED and state[i] == _OPEN]
+        for position in due if self._views else ():
             handle = self._views.get(position)
             if handle is not None and handle.exports:
                 raise ViewsAliveError(
@@ -212,10 +215,8 @@ class Writes(Sequence["Write"]):
                     "delete them before publish",
                     code="views-alive", item=position,
                 )  # fmt: skip
-        for position in due:
-            if not self._filled[position]:
-                with self._view(position) as view:
-                    self._checksums[position] = compute.checksum(view, self._seed(position))
+        self._checksum([position for position in due if not self._filled[position]])
+        for position in due if self._views else ():
             self._retire(position)
         if not due:
             return []
@@ -230,11 +231,26 @@ class Writes(Sequence["Write"]):
             )
         ]
 
+    def _checksum(self, positions: list[int]) -> None:
+        """Checksums of items that were written in place, in one native call."""
+        if not positions:
+            return
+        places = array("Q", [self._places[i] for i in positions])
+        sizes = array("Q", [self._member(i).size_bytes for i in positions])
+        seeds = array("Q", [self._seed(i) for i in positions])
+        try:
+            found = memoryview(self._client.checksums(places, sizes, seeds)).cast("Q")
+        except NATIVE as error:
+            raise translate(error) from None
+        for position, checksum in zip(positions, found, strict=True):
+            self._checksums[position] = checksum
+
     def _settle(self, first: int, statuses: bytes) -> None:
-        for offset, status in enumerate(statuses):
-            if status != Published.SKIPPED:
-                self._state[first + offset] = _DONE
-                self.results[first + offset] = Published(status)
+        results, state = self.results, self._state
+        for position, status in enumerate(statuses, first):
+            if status != _SKIPPED:
+                state[position] = _DONE
+                results[position] = _RESULTS[status]
 
     def _publish_one(self, position: int) -> Published:
         for first, payload in self._publications(range(position, position + 1)):

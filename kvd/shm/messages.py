@@ -1,8 +1,8 @@
 """Payloads of the ring messages, packed and parsed in one place for both ends.
 
-Owns: the byte layouts of docs/design/shm.md, "Rings and waking". Used by clientlib (packs SQ, parses CQ) and by the
-server (parses SQ, packs CQ). Pure functions; no state. Parsers trust nothing: a payload whose length or numbers cannot be
-right raises ProtocolError, and the connection it came on ends.
+Owns: the byte layouts of docs/design/shm.md, "Rings and waking". Used by clientlib (packs SQ, parses CQ) and
+by the server (parses SQ, packs CQ). Pure functions; no state. Parsers trust nothing: a payload whose length or
+numbers cannot be right raises ProtocolError, and the connection it came on ends.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ _MEMBER = struct.Struct("<QHHHHH6x")
 _PUBLISH = struct.Struct("<QII")
 _RESERVED = struct.Struct("<QII")
 _COUNT = struct.Struct("<II")
-assert _RESERVE.size == 56 and _MEMBER.size == 24
+assert _RESERVE.size == 56
+assert _MEMBER.size == 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """PUBLISH, parsed: items [first, first + count) of a reservation, `checksums` u64 and `include` 0/1 per item."""
+    """PUBLISH, parsed: items from `first` on of a reservation; a u64 checksum and a 0/1 flag an item."""
 
     reservation: int
     first: int

@@ -58,14 +58,14 @@ class Bench:
 
 @contextmanager
 def running(cpu: int | None, **settings: Any) -> Iterator[Bench]:
-    """Start a daemon with these settings (`pool__size="1GiB"` is `[pool] size`), wait until it serves, stop it."""
+    """Start a daemon with these settings (`pool_size="1GiB"` is `[pool] size`), wait until it serves, stop it."""
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder:
         path = os.path.join(folder, "kvd.sock")
         environment = {k: v for k, v in os.environ.items() if not k.startswith("KVD_")}
         environment |= {
-            "KVD_SERVER__SOCKET": path,
-            "KVD_SERVER__RUNTIME_DIR": folder,
-            "KVD_SERVER__LOG_LEVEL": "warning",
+            "KVD_SERVER_SOCKET": path,
+            "KVD_SERVER_RUNTIME_DIR": folder,
+            "KVD_SERVER_LOG_LEVEL": "warning",
         }
         environment |= {f"KVD_{name.upper()}": str(value) for name, value in settings.items()}
         command = [sys.executable, "-m", "kvd.server.main", "serve"]

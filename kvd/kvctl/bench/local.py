@@ -84,9 +84,9 @@ def tiny_settings(families: int) -> dict[str, Any]:
     """A daemon whose index, not whose pool, is the limit: room for tiny objects, `families` entries."""
     pool = max(64 << 20, (families + families // 8) * index.TINY_BYTES * 2)
     return {
-        "pool__size": f"{pool >> 20}MiB",
-        "pool__families_max": families,
-        "pool__records_max": families + 8192,
+        "pool_size": f"{pool >> 20}MiB",
+        "pool_families_max": families,
+        "pool_records_max": families + 8192,
     }
 
 
@@ -161,7 +161,7 @@ def _same_cpu(bench: Bench, filled: index.Filled, own: int, other: int) -> dict[
 def _bulk_rows(other: int, progress: Progress) -> tuple[list[Row], dict[str, Any]]:
     progress("large copies")
     with (
-        running(other, pool__size="2GiB", pool__families_max=65536) as bench,
+        running(other, pool_size="2GiB", pool_families_max=65536) as bench,
         bench.connect("bench") as store,
     ):
         ns = store.namespace(index.manifest())

@@ -179,6 +179,24 @@ WritableView writable(const Client& client, u64 place, u64 size) {
   return {mapping, address, size};
 }
 
+nb::bytes checksums(const Client& client, nb::handle places_in, nb::handle sizes_in, nb::handle seeds_in) {
+  const Column<u64> places(places_in, "places"), sizes(sizes_in, "sizes"), seeds(seeds_in, "seeds");
+  const u64 count = places.size();
+  if (sizes.size() != count || seeds.size() != count) {
+    fail<std::invalid_argument>("places, sizes and seeds have ", count, ", ", sizes.size(), " and ", seeds.size(), " items");
+  }
+  const OutColumn<u64> out(count);
+  u64 bytes = 0;
+  for (u64 i = 0; i < count; ++i) bytes += sizes.data()[i];
+  if (bytes < (u64{1} << 18)) {
+    client.checksums(places.data(), sizes.data(), seeds.data(), count, out.data());
+  } else {
+    const nb::gil_scoped_release unlocked;
+    client.checksums(places.data(), sizes.data(), seeds.data(), count, out.data());
+  }
+  return out.take();
+}
+
 // Sleeps only after the ring was found empty with the sleeping word set. Signal handlers run between two sleeps.
 int wait(Client& client, int wake_fd, u64 timeout_ns) {
   const u64 now = now_ns(), deadline = timeout_ns > ~u64{0} - now ? ~u64{0} : now + timeout_ns;
@@ -298,6 +316,14 @@ void bind_client(nb::module_& module) {
              client.count(static_cast<Counter>(counter), amount);
            },
            "counter"_a, "amount"_a)
+      .def("checksums", &checksums, "places"_a, "sizes"_a, "seeds"_a)
+      .def("prefault",
+           [](const Client& client, u32 segment, u64 offset, u64 bytes) {
+             const std::shared_ptr<Mapping> mapping = client.segment(segment);  // stays while others close the client
+             const nb::gil_scoped_release unlocked;
+             mapping->prefault(offset, bytes);
+           },
+           "segment"_a, "offset"_a, "bytes"_a)
       .def("counters", &counters)
       .def("close", &Client::close);
 }

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <system_error>
 
+#include "checksum.hpp"
 #include "mutants.hpp"
 #include "region.hpp"
 
@@ -239,6 +240,22 @@ const std::shared_ptr<Mapping>& Client::writable(u64 place, u64 size, u8*& addre
   }
   if (!segments_[segment]->writable()) fail<std::runtime_error>("the pool is mapped read-only: attach as a writer");
   address = segments_[segment]->at<u8>(place_offset(place), size, "a writable slot");
+  return segments_[segment];
+}
+
+void Client::checksums(const u64* places, const u64* sizes, const u64* seeds, u64 count, u64* out) const {
+  for (u64 i = 0; i < count; ++i) {
+    u8* address = nullptr;
+    writable(places[i], sizes[i], address);
+    out[i] = xxh3_64(address, sizes[i], seeds[i]);
+  }
+}
+
+const std::shared_ptr<Mapping>& Client::segment(u32 segment) const {
+  check();
+  if (segment >= segments_.size() || segments_[segment] == nullptr) {
+    fail<std::invalid_argument>("segment ", segment, " of ", segments_.size());
+  }
   return segments_[segment];
 }
 

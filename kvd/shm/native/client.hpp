@@ -36,6 +36,10 @@ class Client : public std::enable_shared_from_this<Client> {
   Member member(const Leased& lease, u32 member) const;
   const std::shared_ptr<Mapping>& writable(u64 place, u64 size, u8*& address) const;
 
+  // Checksums of reserved slots that were written in place, one for each place, size and seed.
+  void checksums(const u64* places, const u64* sizes, const u64* seeds, u64 count, u64* out) const;
+  const std::shared_ptr<Mapping>& segment(u32 segment) const;
+
   Producer& submissions() { return check(), sq_; }
   Consumer& completions() { return check(), cq_; }
   enum Wait : int { wait_gone = -1, wait_deadline = 0, wait_ready = 1, wait_interrupted = 2, wait_again = 3 };

@@ -1,5 +1,6 @@
 #include "mapping.hpp"
 
+#include <algorithm>
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/mman.h>
@@ -66,6 +67,11 @@ std::shared_ptr<Mapping> Mapping::of(int fd, bool writable, Pages pages, const c
 
 Mapping::~Mapping() {
   if (!guard_.forked()) munmap(data_, size_);
+}
+
+void Mapping::prefault(u64 offset, u64 bytes) const noexcept {
+  if (offset >= size_ || guard_.forked()) return;
+  madvise(data_ + offset, std::min(bytes, size_ - offset), writable_ ? MADV_POPULATE_WRITE : MADV_POPULATE_READ);
 }
 
 void Mapping::check_range(u64 offset, u64 count, u64 size, u64 align, const char* what) const {

@@ -53,6 +53,10 @@ class Mapping {
   bool writable() const noexcept { return writable_; }
   const ForkGuard& guard() const noexcept { return guard_; }
 
+  // Maps pages ahead of their first use, which then does not fault page by page. No memory for it, or an old kernel: they
+  // come one by one as before.
+  void prefault(u64 offset, u64 bytes) const noexcept;
+
   // The byte range as a T, or std::runtime_error if it leaves the mapping.
   template <class T>
   T* at(u64 offset, u64 count, const char* what) const {
