@@ -113,8 +113,6 @@ def token_bytes(tokens: Sequence[int]) -> bytes:
         packed = array("I")
         for position, token in enumerate(tokens):
             packed.append(_token(position, token))
-    if packed.itemsize != 4:
-        packed = array("L", packed)
     for position, token in enumerate(tokens):
         if isinstance(token, bool):
             _token(position, token)

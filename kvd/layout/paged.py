@@ -100,7 +100,7 @@ class PagedLayout:
                 "planes", f"{[(p.name, p.heads) for p in self.planes]}", "planes with equal head counts"
             )
         _set(self, "_inside", "P" not in self.separate_axes and self.axes.endswith("PD"))
-        stacked = not self._inside and "P" not in self.separate_axes
+        stacked = "P" in self.order and "P" not in self.separate_axes  # C may hold planes of any size
         if stacked and len({plane.row_bytes for plane in self.planes}) != 1:
             raise self._bad(
                 "order",
@@ -292,9 +292,12 @@ class PagedLayout:
         element = dtype_bits(dtype) // 8
         axes = [axis for axis in self.order if axis not in self.separate_axes]
         for axis, extent, stride in zip(axes, shape, strides_bytes, strict=True):
-            expected = element if axis in "DC" else self.stride(axis, plane)
-            if axis == "P" and self._inside:
+            if axis in "DC":
+                expected = element
+            elif axis == "P" and self._inside:
                 expected = self.planes[0].row_bytes
+            else:
+                expected = self.stride(axis, plane)
             if extent > 1 and stride != expected:
                 raise self._mismatch(f"stride of axis {axis} in bytes", stride, expected)
 

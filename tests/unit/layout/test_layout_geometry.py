@@ -208,6 +208,14 @@ def test_convolution_columns_and_state_types_are_the_engines_choice() -> None:
         ({"model_type": "nemotron_h"}, "hybrid_override_pattern is missing"),
         ({"model_type": "bamba"}, "attn_layer_indices is None"),
         ({"model_type": "zamba2"}, "layers_block_type is missing"),
+        ({"model_type": "zamba2", "layers_block_type": ["mamba"] * 32, "n_mamba_heads": 3, "mamba_expand": 2},
+         "n_mamba_heads is 3; heads of 2730 must make the inner width 8192"),
+        ({"model_type": "bamba", "attn_layer_indices": [32]}, r"attn_layer_indices is \[32\]; allowed: .* 0 … 31"),
+        ({"model_type": "falcon_h1", "mamba_n_heads": 3, "mamba_d_head": "auto", "mamba_expand": 2},
+         "mamba_d_head is 'auto'; and 3 heads do not divide 8192"),
+        ({"model_type": "falcon_h1", "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 31},
+         "mamba_d_ssm is 31; 4 heads of 8 make 32"),
+        ({"model_type": "mamba", "state_size": 16, "conv_kernel": 0}, "conv_kernel is 0"),
     ],
 )  # fmt: skip
 def test_configs_that_cannot_be_read_are_refused_by_field(changes: dict[str, Any], says: str) -> None:
@@ -228,6 +236,34 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
         Geometry.from_hf_config(str(file), dtype="bfloat16")
     with pytest.raises(UsageError, match="bf17"):
         Geometry.from_hf_config(CONFIG, dtype="bf17")
+
+
+def test_engines_choices_are_checked() -> None:
+    with pytest.raises(UsageError, match="conv_columns_less is 2"):
+        Geometry.from_hf_config(CONFIG, dtype="bfloat16", conv_columns_less=2)
+    for field in ("state_dtype", "conv_dtype", "v_dtype"):
+        with pytest.raises(UsageError, match=f"{field} 'odd'"):
+            Geometry.from_hf_config(CONFIG, **{"dtype": "bfloat16", field: "odd"})
+    mamba = {
+        "model_type": "mamba",
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "state_size": 4,
+        "conv_kernel": 1,
+    }
+    with pytest.raises(UsageError, match="conv_kernel is 1; it must be above 1"):
+        Geometry.from_hf_config(mamba, dtype="bfloat16", conv_columns_less=1)
+    with pytest.raises(UsageError, match="one row of one type"):
+        Geometry.from_hf_config({**CONFIG, "model_type": "deepseek_v3"}, dtype="bfloat16", v_dtype="int8")
+    with pytest.raises(UsageError, match="neither architectures nor model_type"):
+        hf.identity_fields({})
+    assert hf.identity_fields({**CONFIG, "architectures": ["LlamaForCausalLM"], "rope_theta": 1e4}) == {
+        "architecture": "LlamaForCausalLM",
+        "position": {"rope_theta": 1e4},
+        "attention": {
+            "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
+        },
+    }  # fmt: skip
 
 
 def test_kimi_layer_lists_must_name_each_layer_once() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reference import object_bytes, paged_tensors, rows_of
 
 from kvd.errors import CompatibilityError, InvariantError, UsageError
-from kvd.layout import paged, strided
+from kvd.layout import paged, states, strided
 from kvd.layout.geometry import Geometry, Group, Plane, Rule, kv_planes
 from kvd.layout.paged import NAMED, PagedLayout
 from kvd.layout.shards import Objects, Split
@@ -242,6 +242,7 @@ def test_padded_strides_are_followed() -> None:
         ({"order": "LBHNDP"}, "D innermost"),
         ({"order": "LLBHNC"}, "once"),
         ({"order": "vllm"}, "or a name: .*vllm-hnd"),
+        ({"order": "LBHNPD", "planes": UNEQUAL}, "planes of equal size; use C"),
         ({"separate": "B"}, "separate 'B'"),
         ({"layers": 0}, "layers of a paged layout is 0"),
         ({"blocks": -1}, "blocks of a paged layout is -1"),
@@ -325,6 +326,31 @@ def test_states_gather_from_the_tensors_of_an_engine(tp: int) -> None:
         paged.plan(PagedLayout("vllm-hnd", KV, 1, 9, 4), group, Objects(geom, Split(), CHUNK)[0])
     with pytest.raises(UsageError, match="each plane is in one tensor"):
         StateLayout((("ssm",),), STATE, layers=2, slots=3)
+
+
+def test_states_that_do_not_match_are_refused() -> None:
+    geom = Geometry([Group(Rule.STATE, (0,), STATE)])
+    group, part = geom.groups[0], Objects(geom, Split(), CHUNK)[0]
+    order = (("conv_x", "conv_b", "conv_c"), ("ssm",))
+    assert states.transformers_tensors(group) == order
+    wide = (Plane("ssm", 4, 7, "float32"), *STATE[1:])
+    with pytest.raises(CompatibilityError, match="state layout keeps"):
+        StateLayout(order, wide, 1, 1).plan(group, part)
+    with pytest.raises(CompatibilityError, match="share nothing"):
+        StateLayout(order, STATE, 1, 1, first_layer=1).plan(group, part)
+    with pytest.raises(UsageError, match="one entry a plane"):
+        StateLayout(order, STATE, 1, 1, first_heads=(0,))
+    with pytest.raises(UsageError, match="slots of a state layout is 0"):
+        StateLayout(order, STATE, 1, 0)
+    odd = Group(Rule.STATE, (0,), (Plane("memory", 1, 4, "float32"),))
+    with pytest.raises(UsageError, match=r"planes \['memory'\], which are no state Transformers keeps"):
+        states.transformers_tensors(odd)
+    with pytest.raises(UsageError, match="none, where separate planes differ"):
+        PagedLayout("transformers", UNEQUAL, LAYERS, BLOCKS, BLOCK, strides={"H": 4096})
+    spelled = PagedLayout("LBHNPD", KV, LAYERS, BLOCKS, BLOCK, separate="L")
+    tensor = np.zeros(spelled.shape(), dtype=np.uint16)
+    assert tensor.shape == (BLOCKS, HEADS, BLOCK, 2, 6)
+    spelled.verify(tensor.shape, tensor.strides, "bfloat16")
 
 
 def test_a_state_rank_of_another_split_takes_its_heads() -> None:

@@ -215,7 +215,7 @@ def test_objects_say_what_they_are() -> None:
 
 def test_members_fit_the_index() -> None:
     objects = LLAMA.objects(chunk_tokens=256, tp=8, pp=16)
-    assert len(objects) == limits.members_per_family_max
+    assert len(objects) == objects.members_count == limits.members_per_family_max
     assert objects[127].member.layers == (30, 32)
     assert objects[127].member.heads == (7, 8)
 
