@@ -154,6 +154,11 @@ def _policy(books: Books) -> None:
             _require(policy.list_of[run] == in_list, f"run {run} is in another list than it says")
         _require(size_bytes == policy.list_bytes[in_list], "bytes of a list are wrong")
     _require(listed == Counter(forest.runs()), "a run is missing in the policy, or there twice")
+    for run in forest.runs():
+        parent = forest.parent[run]
+        _require(
+            parent == NONE or policy.list_of[parent] >= policy.list_of[run], "a prefix ranks below its suffix"
+        )
 
 
 def _pins(books: Books) -> None:

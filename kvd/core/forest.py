@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from kvd.core.columns import Numbers, grow
 from kvd.core.events import NONE
 from kvd.core.pins import Pins
-from kvd.core.policy import PROBATION, Policy, lists_count
+from kvd.core.policy import PROBATION, PROTECTED, Policy, lists_count
 from kvd.errors import InvariantError
 
 
@@ -199,6 +199,11 @@ class Forest:
         self._unlink_child(run)
         self._link_child(run, parent)
         self.pins.attach(run)
+        for one in self.path(parent):  # a prefix is never ranked below its suffix
+            if self.policy.list_of[run] == PROTECTED:
+                self.policy.reused(one, self.run_bytes[one])
+            else:
+                self.policy.refreshed(one)
 
     def refresh(self, run: int, now_ns: int) -> None:
         """The run and all before it become the warmest of their lists, the root last."""
@@ -212,12 +217,15 @@ class Forest:
         """A request asked for the chain that ends at this entry."""
         run = self.ending_at(entry)
         refreshed, reused, parent = self.policy.refreshed, self.policy.reused, self.parent
+        another = not request
         while run != NONE:
             self.touched_ns[run] = now_ns
-            if request and request == self.request_of[run]:
-                refreshed(run)
-            else:
+            # Whoever wants a suffix that another wrote wants the prefix too, even if that is its own.
+            another = another or request != self.request_of[run]
+            if another:
                 reused(run, self.run_bytes[run])
+            else:
+                refreshed(run)
             run = parent[run]
 
     # -- shrinking -------------------------------------------------------------------------------------------

@@ -16,12 +16,10 @@ from typing import TYPE_CHECKING
 
 from kvd.core.columns import u32
 from kvd.core.events import Buffer, PinKind
-from kvd.core.policy import HARD, PROBATION, SOFT
+from kvd.core.policy import HARD, SOFT
 
 if TYPE_CHECKING:
     from kvd.core.forest import Forest
-
-_list_for = {PinKind.NONE: PROBATION, PinKind.SOFT: SOFT, PinKind.HARD: HARD}
 
 
 class Pins:
@@ -146,5 +144,8 @@ class Pins:
             self.hard_bytes -= size_bytes
         if after is PinKind.HARD:
             self.hard_bytes += size_bytes
-        forest.policy.pinned(run, size_bytes, _list_for[after])
+        if after is PinKind.NONE:
+            forest.policy.unpinned(run, size_bytes)
+        else:
+            forest.policy.pinned(run, size_bytes, HARD if after is PinKind.HARD else SOFT)
         self.flag_changes.append((forest.members[run][:], after))

@@ -56,7 +56,10 @@ class Policy(Protocol):
         """Another request asked for the run."""
 
     def pinned(self, run: int, size_bytes: int, to_list: int) -> None:
-        """The run goes to SOFT, HARD, or (no longer pinned) PROBATION."""
+        """The run goes to SOFT or HARD."""
+
+    def unpinned(self, run: int, size_bytes: int) -> None:
+        """The run is not pinned any more; it ranks no lower than what lies behind it."""
 
     def victims(self) -> Iterator[int]:
         """All runs but those pinned hard, coldest first. Not to be used on after a change."""
@@ -67,6 +70,8 @@ class Policy(Protocol):
 
 class Lru:
     """The run that was not asked for longest leaves first."""
+
+    _unpinned_list = PROBATION
 
     def __init__(self, capacity_bytes: int = 0) -> None:
         self.capacity_bytes = capacity_bytes
@@ -117,6 +122,9 @@ class Lru:
     def pinned(self, run: int, size_bytes: int, to_list: int) -> None:
         self._move(run, size_bytes, to_list)
 
+    def unpinned(self, run: int, size_bytes: int) -> None:
+        self._move(run, size_bytes, self._unpinned_list)
+
     def victims(self) -> Iterator[int]:
         for head in (PROBATION, PROTECTED, SOFT):
             yield from self.runs(head)
@@ -154,6 +162,8 @@ class Slru(Lru):
     Written once and never asked for again is the common case: such runs leave from probation and do not wash
     out the rest.
     """
+
+    _unpinned_list = PROTECTED
 
     def __init__(self, protected_share: float, capacity_bytes: int = 0) -> None:
         super().__init__(capacity_bytes)

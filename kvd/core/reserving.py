@@ -174,8 +174,8 @@ class Reserving:
             search.families += left.families
             search.size_bytes += left.size_bytes
             search.held_bytes += left.held_bytes
-            search.tried.difference_update(run for run, _ in plan.cuts)  # their numbers are used again
-            search.tried.update(left.held_runs)
+            search.forget(run for run, _ in plan.cuts)  # their numbers are used again
+            search.held.update(left.held_runs)
             missing = space.take(want)
 
     def _refuse_impossible(self, want: Want) -> None:

@@ -12,6 +12,7 @@ coldest runs.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -55,12 +56,19 @@ class Want:
 class Search:
     """What was tried to make room for one want, so that nothing is tried twice."""
 
-    tried: set[int] = field(default_factory=set)  # runs found held, or that could not give what was wanted
+    held: set[int] = field(default_factory=set)  # runs
+    windowless: set[int] = field(default_factory=set)  # runs around which there is no window
     avoid: set[int] = field(default_factory=set)  # slabs that cannot be cleared
     hopeless: set[int] = field(default_factory=set)  # slabs around which there is no window
     families: int = 0  # that left
     size_bytes: int = 0
     held_bytes: int = 0
+
+    def forget(self, runs: Iterable[int]) -> None:
+        """These numbers may stand for other runs from now on."""
+        numbers = set(runs)
+        self.held -= numbers
+        self.windowless -= numbers
 
 
 class Short(NamedTuple):
@@ -122,15 +130,16 @@ class Space:
         planned: dict[int, int] = {}
         chosen: array[int] = array("I")
         for run in forest.policy.victims():
-            if run in search.tried or not self._may_leave(run, planned):
+            if run in search.held or run in search.windowless or not self._may_leave(run, planned):
                 continue
             if size_class is not None and not forest.has_class(run, size_class.number):
                 if planned:
                     break  # first what is colder than this one
-                window = self._plan_window(search, run, size_class)
+                home = self._slots.slab(forest.home_of[forest.members[run][-1]])
+                window = self._plan_window(search, home, size_class)
                 if window is not None:
                     return window
-                search.tried.add(run)
+                search.windowless.add(run)
                 continue
             members = forest.members[run]
             some = min(len(members), families_wanted - len(chosen))
@@ -139,7 +148,7 @@ class Space:
             if len(chosen) >= families_wanted:
                 break
         if not chosen:
-            return None
+            return None if size_class is None else self._plan_any_window(search, size_class)
         return Plan(chosen, list(planned.items()), reason)
 
     def subtree(self, starts: dict[int, int], reason: Reason) -> Plan:
@@ -173,23 +182,30 @@ class Space:
             run = forest.run_of[entry]
             if now_ns - forest.touched_ns[run] < self._partial_grace_ns:
                 break  # the oldest stand first; a rank publishes its member a moment after another
-            if run in search.tried or is_pending(forest.key8_of[entry]) or forest.policy.list_of[run] == HARD:
+            if run in search.held or is_pending(forest.key8_of[entry]) or forest.policy.list_of[run] == HARD:
                 continue
             plan = self.subtree({run: forest.members[run].index(entry)}, Reason.PARTIAL)
             if not self._is_blocked(search, plan):
                 return plan
-            search.tried.add(run)
         return None
 
     def _is_blocked(self, search: Search, plan: Plan) -> bool:
         forest = self._forest
         list_of, claims = forest.policy.list_of, forest.claims
-        return any(run in claims or run in search.tried or list_of[run] == HARD for run, _ in plan.cuts)
+        return any(run in claims or run in search.held or list_of[run] == HARD for run, _ in plan.cuts)
 
-    def _plan_window(self, search: Search, run: int, size_class: SizeClass) -> Plan | None:
-        """Clear the cheapest window of frames around the run's coldest family, for a slab of the class."""
-        forest = self._forest
-        home = self._slots.slab(forest.home_of[forest.members[run][-1]])
+    def _plan_any_window(self, search: Search, size_class: SizeClass) -> Plan | None:
+        """The last resort: a window anywhere. A cold family may have slots elsewhere than at its home."""
+        for home in self._slots.slabs():
+            plan = self._plan_window(search, home, size_class)
+            if plan is not None:
+                return plan
+            if len(search.hopeless) >= windows_tried_max:
+                break
+        return None
+
+    def _plan_window(self, search: Search, home: Slab, size_class: SizeClass) -> Plan | None:
+        """Clear the cheapest window of frames around this slab, for a slab of the class."""
         if home.number in search.hopeless or len(search.hopeless) >= windows_tried_max:
             return None
         while home.number not in search.avoid:
