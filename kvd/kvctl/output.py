@@ -52,12 +52,12 @@ def console() -> Console:
 
 
 def size(size_bytes: int) -> str:
-    """'1.50 GiB', '98 KiB', '0 B': three digits or so, for people; --json has the exact number."""
+    """'1.5 GiB', '97.7 KiB', '0 B': three digits or so, for people; --json has the exact number."""
     for unit, factor in _BYTE_UNITS:
         if size_bytes >= factor:
             scaled = size_bytes / factor
-            digits = 0 if scaled == int(scaled) else 2 if scaled < 10 else 1
-            return f"{scaled:.{digits}f} {unit}"
+            text = f"{scaled:.{2 if scaled < 10 else 1}f}"
+            return f"{text.rstrip('0').rstrip('.')} {unit}"
     return f"{size_bytes} B"
 
 

@@ -140,6 +140,7 @@ class Admin:
         )
 
     def _why(self, params: Mapping[str, Any], done: Done) -> None:
+        self._runner.read_touches()
         done(self._domain.core.why(params["request"], self._domain.clock.now_ns()))
 
     def _ls(self, params: Mapping[str, Any], done: Done) -> None:

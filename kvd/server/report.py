@@ -62,6 +62,8 @@ class Report:
     def status(self) -> dict[str, object]:
         """Everything that `kvctl status` shows."""
         domain = self._domain
+        for client in self._clients.by_slot.values():
+            self._clients.look_at_leases(client, domain.sizes.leased_bytes_max)
         statistics = domain.core.statistics()
         namespaces = self._namespaces(statistics.pop("namespaces"))
         return {

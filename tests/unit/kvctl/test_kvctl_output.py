@@ -13,7 +13,7 @@ from kvd.kvctl import output
 
 @pytest.mark.parametrize(
     ("size_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.50 KiB"), (100_000, "97.7 KiB"), (64 << 30, "64 GiB"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (100_000, "97.7 KiB"), (64 << 30, "64 GiB"),
      (3 << 40, "3 TiB"), (5000 << 40, "5000 TiB")],
 )  # fmt: skip
 def test_sizes(size_bytes: int, text: str) -> None:
