@@ -270,7 +270,7 @@ void test_paged_against_reference() {
 // Large enough for the streaming form, which the rounds above rarely reach.
 void test_paged_streams() {
   std::mt19937_64 random(seed + 5);
-  for (const std::uint64_t run_bytes : {256, 320, 2048, 32768 + 8}) {
+  for (const std::uint64_t run_bytes : {64, 128, 192, 256, 320, 512, 1000, 1024, 2048, 32768 + 8}) {
     const std::uint64_t blocks = 64, heads = 4;
     kvd::PagedRun run{0, run_bytes, 0, 0, heads * run_bytes, heads * run_bytes, {}};
     run.dims = {{2, 2 * run_bytes, run_bytes}, {2, run_bytes, 2 * run_bytes}};  // two heads change places

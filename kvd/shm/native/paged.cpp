@@ -10,13 +10,14 @@
 namespace kvd {
 namespace {
 
-// From this size on a run gains from going past the cache. A scatter writes lines in no order, which costs a read of each
-// unless it is stored whole: there single lines gain already.
-constexpr std::uint64_t stream_run_bytes_min = 256;
+// From these sizes on a run gains from going past the cache. A gather writes front to back, which a cache does well for
+// short runs; a scatter writes in no order, which costs a read of each line that is not stored whole.
+constexpr std::uint64_t gather_stream_run_bytes_min = 1024;
+constexpr std::uint64_t scatter_stream_run_bytes_min = 256;
 
 bool streams(std::uint64_t run_bytes, PagedDirection direction) noexcept {
-  const bool whole_lines = run_bytes % 64 == 0 && direction == PagedDirection::scatter;
-  return run_bytes >= stream_run_bytes_min || whole_lines;
+  if (direction == PagedDirection::gather) return run_bytes >= gather_stream_run_bytes_min;
+  return run_bytes >= scatter_stream_run_bytes_min || run_bytes % 64 == 0;
 }
 
 constexpr std::uint32_t buffers_max = 4096;  // tensors, sources or destinations of one call
