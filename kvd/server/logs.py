@@ -70,5 +70,6 @@ def get(component: str) -> Logger:
 
 
 def audit(action: str, *, uid: int, pid: int, **fields: object) -> None:
-    """Who attached, pinned, cleared, stopped: always at info, marked for collectors by audit=true."""
-    get("audit").info(action, audit=True, uid=uid, pid=pid, **fields)
+    """Who attached, pinned, cleared, stopped: written whatever the log level, marked by audit=true."""
+    everything: Logger = structlog.wrap_logger(None, wrapper_class=structlog.make_filtering_bound_logger(0))
+    everything.bind(component="audit").info(action, audit=True, uid=uid, pid=pid, **fields)

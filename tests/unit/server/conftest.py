@@ -35,7 +35,7 @@ class Attached:
 
     def submit(self, kind, payload):
         self.ops += 1
-        self.native.submit(kind, self.ops, payload)
+        assert self.native.submit(kind, self.ops, payload), "the ring of asks is full"
         return self.ops
 
     def ask(self, kind, payload):

@@ -387,6 +387,10 @@ def test_json_logs_are_one_object_a_line_and_survive_a_closed_stream(capsys):
         "info",
     )
     assert (second["audit"], second["uid"], second["component"]) == (True, 3, "audit")
+    logs.configure("json", "error", stream)
+    logs.get("x").info("unseen")
+    logs.audit("stop", uid=3, pid=4)
+    assert [json.loads(line)["event"] for line in stream.getvalue().splitlines()] == ["event", "pin", "stop"]
     logs.configure("json", "info", Broken())
     logs.get("x").error("nobody reads this")
     logs.configure("console", "warning", stream)

@@ -171,11 +171,11 @@ def test_a_full_ring_of_answers_holds_the_asks_back(world):
     while not one.client.replies:
         one.submit(Sq.PING, b"")
         asked += 1
-        here.runner.drain(one.client)
+        here.serve(one)
     for _ in range(100):
         one.submit(Sq.PING, b"")
         asked += 1
-    here.runner.drain(one.client)
+    here.serve(one)
     assert len(one.client.replies) == 1
     assert len(one.client.inbox) < runners.POP_FRAMES
     while True:
