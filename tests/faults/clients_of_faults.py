@@ -15,12 +15,12 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from faults_world import CHUNKS, SIZE, chain_of, namespace, pattern  # noqa: E402
+from faults_world import CHUNKS, SIZE, chain_of, namespace, pattern
 
-import kvd  # noqa: E402
-from kvd.shm import messages  # noqa: E402
-from kvd.shm.messages import Sq  # noqa: E402
-from kvd.types import Member  # noqa: E402
+import kvd
+from kvd.shm import messages
+from kvd.shm.messages import Sq
+from kvd.types import Member
 
 READ, WRITTEN = 1, 2  # seeds of the chains
 
