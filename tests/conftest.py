@@ -26,6 +26,7 @@ STOP_TIMEOUT_S = 30.0
 
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="run soak tests at full length")
+    parser.addoption("--seconds", type=float, default=60.0, help="with --long: length of each stress test")
 
 
 def pytest_collection_modifyitems(config, items):

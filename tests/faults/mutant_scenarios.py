@@ -16,9 +16,8 @@ import sys
 from array import array
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent))
-sys.path.append(str(HERE.parent / "unit" / "shm"))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "unit" / "shm"))
 
 import native_build
 from shm_world import OBJECT_BYTES, World, numbers, u32, u64
