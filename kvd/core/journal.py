@@ -48,7 +48,7 @@ class RequestRecord:
 
     __slots__ = (
         "aborted", "errors", "evicted_bytes", "evicted_families", "first_ns", "granted", "last_ns", "pending",
-        "present", "published", "reserved_bytes", "touches", "touches_count",
+        "present", "published", "reserved_bytes", "touches", "touches_count", "writing_ns", "writing_since_ns",
     )  # fmt: skip
 
     def __init__(self, now_ns: int) -> None:
@@ -64,7 +64,14 @@ class RequestRecord:
         self.evicted_bytes = 0
         self.published = 0
         self.aborted = 0
+        self.writing_ns = 0  # from a reservation to its publication: filling, rings and both ends
+        self.writing_since_ns = now_ns  # what was before is counted
         self.errors: tuple[tuple[int, str], ...] = ()
+
+    def settled(self, now_ns: int) -> None:
+        """Something reserved was published: the time since its reservation, or since the last of these, was writing."""
+        self.writing_ns += now_ns - self.writing_since_ns
+        self.writing_since_ns = now_ns
 
 
 class Journal:
@@ -123,6 +130,7 @@ class Journal:
             "evicted_bytes": record.evicted_bytes,
             "published": record.published,
             "aborted": record.aborted,
+            "writing_ns": record.writing_ns,
             "errors": [{"age_ns": now_ns - at_ns, "message": message} for at_ns, message in record.errors],
         }
 

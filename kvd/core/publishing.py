@@ -194,6 +194,7 @@ class Publishing:
         record = books.journal.of(reservation.request, books.now_ns)
         if record is not None:
             record.published += answer.statuses.count(PUBLISHED)
+            record.settled(books.now_ns)
 
     def _settle_new(self, reservation: Reservation, items: range, entries: array[int]) -> None:
         """Whole families in a row, all new: the common case, without a step per item."""

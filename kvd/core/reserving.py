@@ -262,6 +262,7 @@ class Reserving:
         record = books.journal.of(event.request, books.now_ns)
         if record is not None:
             record.granted += granted
+            record.writing_since_ns = books.now_ns
             record.reserved_bytes += wanted_bytes
             if search is not None:
                 record.evicted_families += search.families

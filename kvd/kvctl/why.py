@@ -122,6 +122,8 @@ def _totals(answer: dict[str, Any]) -> list[tuple[str, str]]:
     first_ago = output.duration(answer["first_age_ns"] / 1e9)
     later = output.took(span_ns) if span_ns < 1_000_000_000 else output.duration(span_ns / 1e9)
     rows = [("seen", f"first {first_ago} ago, last {later} later" if span_ns else f"{first_ago} ago")]
+    if answer["published"]:
+        by_stage["write"] = answer["writing_ns"]
     if by_stage:
         rows.append(("time", ", ".join(f"{kind} {output.took(total)}" for kind, total in by_stage.items())))
     reserved = [

@@ -38,7 +38,7 @@ TOUCH = {
 WHY = {
     "known": True, "first_age_ns": 9_000_000_000, "last_age_ns": 8_000_000_000, "touches_count": 1, "touches": [TOUCH],
     "granted": 4, "present": 0, "pending": 0, "reserved_bytes": 409_600, "evicted_families": 0, "evicted_bytes": 0,
-    "published": 4, "aborted": 0, "errors": [],
+    "published": 4, "aborted": 0, "writing_ns": 1_500_000, "errors": [],
 }  # fmt: skip
 
 
@@ -216,7 +216,7 @@ def test_why_answers_in_its_first_line(kvctl: Any) -> None:
     )
     # The first 8 bytes of the missing key, in the order in which keys are shown everywhere else.
     assert "3513dfb73396f52e evicted (space, 3.9 min ago)" in text
-    assert "match 701 ns" in text
+    assert "match 701 ns, write 1.5 ms" in text
 
 
 def test_why_sends_a_number_and_never_the_request_id(kvctl: Any) -> None:
