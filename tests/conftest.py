@@ -22,6 +22,7 @@ from kvd.wire import messages as wire
 
 READY_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 30.0
+SERVE = ["-m", "kvd.server.main", "serve", "--config"]
 
 
 def pytest_addoption(parser):
@@ -39,7 +40,7 @@ def pytest_collection_modifyitems(config, items):
 class Daemon:
     """A daemon process: `socket`, `pid`, `config` (path of its file), `log`; `stop()`, `kill()`, `call(method)`."""
 
-    def __init__(self, directory: Path, options: dict, env: dict, wait: bool = True) -> None:
+    def __init__(self, directory: Path, options: dict, env: dict, wait: bool, program: list[str]) -> None:
         self.directory = directory
         self.socket = str(directory / "kvd.sock")
         self.config = directory / "kvd.toml"
@@ -62,7 +63,7 @@ class Daemon:
         }
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvd.server.main", "serve", "--config", str(self.config)],
+                [sys.executable, *program, str(self.config)],
                 env={**clean, "NOTIFY_SOCKET": str(directory / "notify"), **env},
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
@@ -138,17 +139,20 @@ def to_toml(options: dict) -> str:
 
 @pytest.fixture
 def daemon():
-    """Factory: daemon(pool={"size": "128MiB"}, env={...}, wait=True, directory=None) -> Daemon."""
+    """Factory: daemon(pool={"size": "128MiB"}, env={...}, wait=True, directory=None, program=SERVE) -> Daemon.
+
+    `program` is what follows the interpreter, the configuration file comes last.
+    """
     with contextlib.ExitStack() as stack:
 
-        def start(*, env=None, wait=True, directory=None, **options) -> Daemon:
+        def start(*, env=None, wait=True, directory=None, program=SERVE, **options) -> Daemon:
             if directory is None:
                 # Short, because the kernel allows 107 bytes for a socket's path.
                 directory = Path(tempfile.mkdtemp(prefix="kvd-"))
                 stack.callback(shutil.rmtree, directory, ignore_errors=True)
             with contextlib.suppress(FileNotFoundError):
                 (directory / "notify").unlink()
-            one = Daemon(directory, options, env or {}, wait)
+            one = Daemon(directory, options, env or {}, wait, program)
             stack.callback(one.finish)
             return one
 

@@ -249,17 +249,29 @@ class App:
         self.population.stop()
         await self.supervisor.stop()
         if self._exit_code == EXIT_OK:
-            self.domain.table.set_state(MetaState.DRAINING)
-            for client in list(self.clients.by_slot.values()):
-                self.runner.drain(client)
-        while time.monotonic() < deadline_s and any(item.pending_bytes for item in self.control.connections):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-        self.domain.table.set_state(MetaState.CLOSED)
-        self.runner.flush_all()
-        self.control.close()
+            await self._drain(deadline_s)
+        # After a broken invariant the parts may refuse to be taken down in order; the process ends all the same.
+        with contextlib.suppress(*(() if self._exit_code == EXIT_OK else (Exception,))):
+            self.domain.table.set_state(MetaState.CLOSED)
+            self.runner.flush_all()
+            self.control.close()
         self.watchdog.stop()
         self.notifier.send(STATUS="stopped", EXIT_STATUS=str(self._exit_code))
         _log.info("stopped", reason=self._stop_reason, exit_code=self._exit_code)
+
+    async def _drain(self, deadline_s: float) -> None:
+        """What clients pushed before now is answered, what peers are owed is sent, as far as they take it in time."""
+        self.domain.table.set_state(MetaState.DRAINING)
+        clients = list(self.clients.by_slot.values())
+        for client in clients:
+            self.runner.drain(client)
+        while time.monotonic() < deadline_s:
+            if any(client.draining for client in clients):
+                await asyncio.sleep(0)
+            elif any(connection.pending_bytes for connection in self.control.connections):
+                await asyncio.sleep(0.005)
+            else:
+                return
 
     # --- being asked
 

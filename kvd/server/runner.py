@@ -151,6 +151,8 @@ class Runner:
         if refusal is not None:
             self._push(client, _ERROR, op, messages.pack_error(refusal))
             return
+        # What this client looked up before it asks to write was not there then; afterwards it would be being written.
+        self._touches_of(client)
         self._drain_touches()
         indices = bytes([member.index for member in ask.members])
         if ask.parent == _NO_PARENT:

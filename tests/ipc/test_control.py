@@ -21,6 +21,8 @@ from kvd.errors import CapacityError, CompatibilityError, ProtocolError, Unavail
 from kvd.wire import frames
 from kvd.wire import messages as wire
 
+pytestmark = pytest.mark.slow  # each starts a daemon
+
 MANIFEST = {"model": "m", "revision": "r1", "dtype": "bfloat16", "fixed": "*", "tenant": "", "salt": ""}
 DEADLINE_S = 20.0
 
@@ -130,7 +132,6 @@ def test_hello_comes_first_and_once(daemon):
     assert raw.hello()["error"]["code"] == "KVD-PROTOCOL-HANDSHAKE"
 
 
-@pytest.mark.slow
 def test_silence_ends_after_the_handshake_time(daemon):
     raw = Raw(daemon().socket)
     before = time.monotonic()
@@ -374,7 +375,6 @@ def test_a_hostile_ring_ends_one_client_and_tells_it_why(daemon):
     control.close()
 
 
-@pytest.mark.slow
 def test_a_client_over_its_lease_limit_is_killed_if_so_configured(daemon):
     one = daemon(clients={"leased_max": "64KiB", "leased_over": "disconnect"})
     store = kvd.connect(one.socket)
@@ -514,7 +514,6 @@ def test_d12_a_foreign_listener_is_not_displaced(daemon, tmp_path):
     assert (tmp_path / "file").read_text() == "precious"
 
 
-@pytest.mark.slow
 def test_b10_cycles_leave_nothing_behind(daemon):
     """TERM and KILL in turns: /dev/shm as before, the stale socket replaced, no lock stuck."""
     before = set(os.listdir("/dev/shm"))
@@ -529,7 +528,6 @@ def test_b10_cycles_leave_nothing_behind(daemon):
     assert not os.path.exists(one.socket)
 
 
-@pytest.mark.slow
 def test_named_memory_is_removed_at_exit_and_after_a_crash(daemon):
     before = set(os.listdir("/dev/shm"))
     one = daemon(pool={"size": "8MiB", "backing": "posix", "segment_size": "4MiB"})
@@ -591,7 +589,6 @@ except ConfigError as error:
 # --- stop
 
 
-@pytest.mark.slow
 def test_c12_a_frozen_client_cannot_hold_up_the_stop(daemon):
     one = daemon(server={"stop_timeout_s": 3})
     frozen = client_process(one.socket, "leases = ns.reserve(chain, 4096)")
@@ -629,6 +626,44 @@ def test_stop_during_population_does_not_wait_for_it(daemon):
     assert time.monotonic() - before < 5
 
 
+BROKEN = """
+import sys
+from kvd.errors import InvariantError
+from kvd.server import main, runner
+real = runner.Runner._reserve
+def broken(self, client, op, ask):
+    if ask.members[0].size_bytes == 4242:
+        raise InvariantError("entry 7 is used twice", code="entries")
+    real(self, client, op, ask)
+runner.Runner._reserve = broken
+sys.argv = ["kvd", "serve", "--config", sys.argv[1]]
+main.main()
+"""
+
+
+def test_a_broken_invariant_stops_the_daemon(daemon):
+    """B6: no part goes on with wrong books; clients see the end, the exit code says why, the socket is removed."""
+    one = daemon(program=["-c", BROKEN])
+    store = kvd.connect(one.socket)
+    ns = store.namespace(kvd.Manifest(**MANIFEST))
+    with pytest.raises(UnavailableError):
+        ns.reserve(ns.chain(list(range(64)), chunk_tokens=16), 4242)
+    one.expected_codes = {70}
+    assert one.wait() == 70
+    assert "entry 7 is used twice" in one.log_text()
+    assert not os.path.exists(one.socket)
+    store.close()
+
+
+def test_b6_a_background_task_that_dies_ends_the_daemon(daemon):
+    patched = BROKEN.replace("runner.Runner._reserve = broken", "runner.Runner.tick = lambda self: 1 / 0")
+    one = daemon(program=["-c", patched], wait=False)
+    one.expected_codes = {70}
+    assert one.wait() == 70
+    assert "ZeroDivisionError" in one.log_text()
+    assert not os.path.exists(one.socket)
+
+
 # --- metrics
 
 
@@ -664,7 +699,6 @@ def test_e5_every_series_is_there_from_the_start(daemon):
     store.close()
 
 
-@pytest.mark.slow
 def test_an_idle_daemon_costs_next_to_nothing(daemon):
     """8 attached clients that do nothing: at most 0.5 % of a processor over 3 s (ticks of the kernel: 10 ms)."""
     one = daemon()

@@ -14,12 +14,13 @@ import pytest
 from kvd.clientlib.control import Control
 from kvd.config import Config
 
+pytestmark = pytest.mark.slow  # most start a daemon or systemd's tools
+
 UNITS = Path(__file__).parents[2] / "systemd"
 ANALYZE = shutil.which("systemd-analyze")
 
 
 @pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not installed (package systemd)")
-@pytest.mark.slow
 def test_systemd_accepts_the_units(tmp_path):
     """With the user and the command that installing would have made, systemd has nothing to say."""
     for name in ("kvd.service", "kvd.socket"):
@@ -38,7 +39,6 @@ def test_systemd_accepts_the_units(tmp_path):
 
 
 @pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not installed (package systemd)")
-@pytest.mark.slow
 def test_the_service_is_confined():
     result = subprocess.run(
         [ANALYZE, "security", "--offline=yes", str(UNITS / "kvd.service")],
