@@ -390,6 +390,32 @@ def test_a_client_over_its_lease_limit_is_killed_if_so_configured(daemon):
     store.close()
 
 
+def test_clients_that_come_and_go_leave_no_descriptor(daemon):
+    """Orderly, killed, refused, never attached: the daemon has as many descriptors and mappings as before."""
+    one = daemon(clients={"max": 2})
+    kvd.connect(one.socket).close()
+    until(lambda: one.call("clients") == [], "gone")
+
+    def counts():
+        with open(f"/proc/{one.pid}/maps") as maps:
+            return len(os.listdir(f"/proc/{one.pid}/fd")), sum("kvd-client" in line for line in maps)
+
+    before = until(lambda: one.call("health") and counts(), "counted")
+    for _ in range(10):
+        first, second = kvd.connect(one.socket), kvd.connect(one.socket)
+        with pytest.raises(CapacityError):
+            kvd.connect(one.socket)
+        first.close()
+        second.close()
+        raw = Raw(one.socket)
+        raw.hello(layout=9)
+        raw.sock.close()
+        until(lambda: one.call("clients") == [], "gone")
+    end(client_process(one.socket, "writes = ns.reserve(chain, 4096)"))
+    until(lambda: one.call("clients") == [], "gone")
+    until(lambda: one.call("health") and counts() == before, f"{before} again, not {counts()}")
+
+
 # --- who may
 
 
