@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvd.kvctl import output
-from kvd.kvctl.clients import holders_table
+from kvd.kvctl.clients import print_holders
 from kvd.kvctl.exits import ExitCode
 from kvd.kvctl.objects import KeyArgument, namespace_number
 from kvd.kvctl.session import JsonOption, SocketOption, TimeoutOption, connected, print_json
@@ -101,7 +101,7 @@ def withdraw(
     if answer["held_families"]:
         held = output.count(answer["held_families"], "family", "families")
         out.print(f"{held}, {output.size(answer['held_bytes'])}, are free when their readers let go:")
-        out.print(holders_table(holders))
+        print_holders(out, holders)
 
 
 def clear(
@@ -150,7 +150,7 @@ def _show_clear(answer: dict[str, Any], holders: list[dict[str, Any]]) -> None:
         )
     if holders:
         out.print("leases are held by:")
-        out.print(holders_table(holders))
+        print_holders(out, holders)
 
 
 def stop(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import typer
+from rich.console import Console
 from rich.text import Text
 
 from kvd.kvctl import output
@@ -27,20 +28,22 @@ def clients(
     if not rows:
         out.print("no clients")
         return
-    out.print(
-        output.table(
-            ("slot", "pid", "user", "access", "age", "leases", "held", "hits", "name"),
-            [_row(row) for row in rows],
-            right=(0, 1, 2, 5, 6, 7),
-        )
+    output.print_table(
+        out,
+        ("slot", "pid", "access", "age", "leases", "held", "hits", "user", "name"),
+        [_row(row) for row in rows],
+        right=(0, 1, 4, 5, 6, 7),
     )
+    if any(row["over_lease_limit"] for row in rows):
+        out.print(output.styled("! holds more than clients.leased_max allows", "warn"))
     if any(row["state"] != "attached" for row in rows):
         out.print("left, refused: disconnected, but the process lives; what it holds comes back when it ends")
 
 
-def holders_table(rows: list[dict[str, Any]]) -> Any:
+def print_holders(out: Console, rows: list[dict[str, Any]]) -> None:
     """Those of these clients that hold leases."""
-    return output.table(
+    output.print_table(
+        out,
         ("slot", "pid", "user", "leases", "held", "name"),
         [
             (str(row["slot"]), str(row["pid"]), str(row["uid"]), f"{row['leases']:,}", output.size(row["leased_bytes"]),
@@ -63,11 +66,11 @@ def _row(row: dict[str, Any]) -> tuple[str | Text, ...]:
     return (
         str(row["slot"]),
         str(row["pid"]),
-        str(row["uid"]),
         access,
         output.duration(row["attached_s"]),
         f"{row['leases']:,}",
-        output.styled(f"{held} (over)", "warn") if row["over_lease_limit"] else held,
+        output.styled(f"{held} !", "warn") if row["over_lease_limit"] else held,
         output.share(counters["keys_hit"], counters["keys_asked"]),
+        str(row["uid"]),
         row["name"],
     )

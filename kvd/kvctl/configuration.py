@@ -70,7 +70,8 @@ def check(
     ]
     columns = ("option", "value", "set by", "meaning")
     # Next to these columns a narrow terminal has no room for the sentences.
-    out.print(output.table(columns, table) if wide else output.table(columns[:3], [row[:3] for row in table]))
+    shown = len(columns) if wide else 3
+    output.print_table(out, columns[:shown], [row[:shown] for row in table])
     out.print(
         f"\n{path or 'no file: defaults and environment'}: valid. Pool of {output.size(sizes.pool_bytes)} in "
         f"{output.count(len(sizes.segments_bytes), 'segment')}, {sizes.families_max:,} families, {sizes.records_max:,} "

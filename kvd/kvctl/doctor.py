@@ -124,7 +124,7 @@ def show(out: Console, found: list[Check]) -> None:
         if check.advice:
             text.append(f"\n→ {check.advice}", style="bold")
         rows.append((output.styled(check.level.value, _STYLES[check.level]), check.name, text))
-    out.print(output.table(("", "check", "found"), rows))
+    output.print_table(out, ("", "check", "found"), rows)
     failed = sum(check.level is Level.FAIL for check in found)
     warned = sum(check.level is Level.WARN for check in found)
     if failed or warned:

@@ -7,6 +7,7 @@ as a traceback; with `--json` an error is an object with the key `error` on stan
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import traceback
@@ -68,10 +69,18 @@ class Group(TyperGroup):
         """Run the command; the one place where errors end."""
         as_json = "--json" in ctx.args
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
         except KvdError as error:
             _tell(error, as_json=as_json)
             raise typer.Exit(exits.exit_code(error)) from None
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # a reader such as head has seen enough
+            failed = KvdError(f"the system refused something: {error}", code="system")
+            _tell(failed, as_json=False)
+            raise typer.Exit(exits.exit_code(failed)) from None
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             # The usual cause is a daemon of another release whose answer has another shape.
             at = traceback.extract_tb(error.__traceback__)[-1]

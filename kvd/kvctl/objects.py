@@ -23,7 +23,7 @@ from kvd.kvctl.session import (
     print_json,
     socket_of,
 )
-from kvd.kvctl.status import namespaces_table
+from kvd.kvctl.status import print_namespaces
 
 if TYPE_CHECKING:
     from kvd.clientlib.store import Admin
@@ -57,8 +57,10 @@ def ls(
     if namespace is None:
         if as_json:
             print_json(rows)
+        elif rows:
+            print_namespaces(out, rows)
         else:
-            out.print(namespaces_table(rows) if rows else "no namespaces: no client has registered one yet")
+            out.print("no namespaces: no client has registered one yet")
     elif as_json:
         print_json({"families": rows, "more": more})
     else:
@@ -131,8 +133,8 @@ def _show_families(out: Console, rows: list[dict[str, Any]], *, more: bool) -> N
         out.print("no families in this namespace")
         return
     first = "key" if out.width >= output.WIDE_COLUMNS else "key (begins with)"
-    out.print(
-        output.table(
+    output.print_table(
+        out,
             (first, "chunk", "size", "members", "idle", "pin"),
             [
                 (
@@ -146,7 +148,6 @@ def _show_families(out: Console, rows: list[dict[str, Any]], *, more: bool) -> N
                 for row in rows
             ],
             right=(1, 2, 3),
-        )
     )  # fmt: skip
     if more:
         out.print(f"{len(rows):,} shown; more with --limit N or --all")
@@ -177,33 +178,32 @@ def _show_family(out: Console, answer: dict[str, Any], label: str) -> None:
     out.print(output.facts(rows))
     out.print()
     verified = any("verified" in member for member in answer["members"])
-    out.print(
-        output.table(
+    output.print_table(
+        out,
+        (
+            "member",
+            "size",
+            "segment",
+            "offset",
+            "heads",
+            "layers",
+            "checksum",
+            *(["bytes"] if verified else []),
+        ),
+        [
             (
-                "member",
-                "size",
-                "segment",
-                "offset",
-                "heads",
-                "layers",
-                "checksum",
-                *(["bytes"] if verified else []),
-            ),
-            [
-                (
-                    str(member["member"]),
-                    output.size(member["size_bytes"]),
-                    str(member["segment"]),
-                    f"{member['offset']:#x}",
-                    _range(member["heads"]),
-                    _range(member["layers"]),
-                    member["checksum"],
-                    *([_verdict(member)] if verified else []),
-                )
-                for member in answer["members"]
-            ],
-            right=(0, 1, 2, 3),
-        )
+                str(member["member"]),
+                output.size(member["size_bytes"]),
+                str(member["segment"]),
+                f"{member['offset']:#x}",
+                _range(member["heads"]),
+                _range(member["layers"]),
+                member["checksum"],
+                *([_verdict(member)] if verified else []),
+            )
+            for member in answer["members"]
+        ],
+        right=(0, 1, 2, 3),
     )
     if any(member.get("verified") is False for member in answer["members"]):
         out.print(

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, TextIO
 
 from rich import box
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +21,8 @@ PIPE_COLUMNS: Final = 4096
 KEY_DIGITS_SHORT: Final = 16
 KEY_DIGITS: Final = 64
 WIDE_COLUMNS: Final = 120
+LAST_COLUMN_MIN: Final = 12
+COLUMN_GAP: Final = 2
 _STYLES: Final = {"ok": "green", "warn": "yellow", "bad": "bold red", "dim": "dim"}
 _BYTE_UNITS: Final = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
@@ -107,23 +110,36 @@ def styled(text: str, style: str) -> Text:
     return Text(text, style=_STYLES[style])
 
 
-def table(
-    columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right: Sequence[int] = ()
-) -> Table:
-    """A table with a line under its head. `right`: columns of numbers. The last column may wrap, no other one."""
+def print_table(
+    out: Console, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right: Sequence[int] = ()
+) -> None:
+    """Print a table with a line under its head. `right`: columns of numbers.
+
+    The last column may wrap, no other one. Where even so there is no room, each row is shown as a block: a cell that
+    is cut, above all a number, would be a lie.
+    """
+    texts = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    widths = [max(cell_len(head), *(_width(row[at]) for row in texts), 0) for at, head in enumerate(columns)]
+    gaps = COLUMN_GAP * (len(columns) - 1)
+    if sum(widths[:-1]) + gaps + min(widths[-1], LAST_COLUMN_MIN) > out.width:
+        for number, row in enumerate(texts):
+            if number:
+                out.print()
+            out.print(facts(zip(columns, row, strict=True)))
+        return
     grid = Table(
         box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", padding=(0, 1, 0, 0)
     )
-    for number, column in enumerate(columns):
-        grid.add_column(
-            column,
-            justify="right" if number in right else "left",
-            no_wrap=number < len(columns) - 1 or number in right,
-            overflow="fold",
-        )
-    for row in rows:
-        grid.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    return grid
+    for at, head in enumerate(columns):
+        justify: JustifyMethod = "right" if at in right else "left"
+        grid.add_column(head, justify=justify, no_wrap=at < len(columns) - 1, overflow="fold")
+    for row in texts:
+        grid.add_row(*row)
+    out.print(grid)
+
+
+def _width(cell: Text) -> int:
+    return max((cell_len(line) for line in cell.plain.splitlines()), default=0)
 
 
 def facts(rows: Iterable[tuple[str, str | Text]]) -> Table:

@@ -91,12 +91,13 @@ def show(out: Console, answer: dict[str, Any]) -> None:
     )
     if answer["namespaces"]:
         out.print()
-        out.print(namespaces_table(answer["namespaces"]))
+        print_namespaces(out, answer["namespaces"])
 
 
-def namespaces_table(namespaces: list[dict[str, Any]]) -> Any:
+def print_namespaces(out: Console, namespaces: list[dict[str, Any]]) -> None:
     """One row a namespace."""
-    return output.table(
+    output.print_table(
+        out,
         ("namespace", "families", "size", "tenant", "label"),
         [
             (str(row["number"]), f"{row['families']:,}", output.size(row["bytes"]), row["tenant"] or "-", row["label"])

@@ -53,12 +53,11 @@ def show(request: str, answer: dict[str, Any]) -> None:
         return
     out.print()
     if answer["touches"]:
-        out.print(
-            output.table(
-                ("stage", "when", "took", "chunks", "size", "first miss"),
-                [_touch(touch) for touch in answer["touches"]],
-                right=(1, 2, 3, 4),
-            )
+        output.print_table(
+            out,
+            ("stage", "when", "took", "chunks", "size", "first miss"),
+            [_touch(touch) for touch in answer["touches"]],
+            right=(1, 2, 3, 4),
         )
         hidden = answer["touches_count"] - len(answer["touches"])
         if hidden > 0:

@@ -100,9 +100,10 @@ def test_clients_marks_those_that_left_and_those_over_their_limit(kvctl: Any) ->
     assert [word in line for line, word in zip(lines[2:5], ("write", "left", "refused"), strict=True)] == [
         True
     ] * 3
-    assert "3 MiB (over)" in lines[4]
+    assert "3 MiB !" in lines[4]
     assert "75%" in lines[2]
-    assert "lives" in lines[5]
+    assert "leased_max" in lines[5]
+    assert "lives" in lines[6]
     assert kvctl.against(clients=[])("clients") == "no clients\n"
 
 

@@ -58,7 +58,7 @@ def test_a_pipe_gets_whole_lines_without_colour_or_trailing_blanks(monkeypatch: 
     out = output.console()
     key, label = "ab" * 32, "word " * 60 + "end"
     rows = [(output.key(out, key), output.styled("bad", "bad"), label), ("k", "-", "short")]
-    out.print(output.table(("key", "state", "label"), rows))
+    output.print_table(out, ("key", "state", "label"), rows)
     lines = stream.getvalue().splitlines()
     assert len(lines) == 4
     assert key in lines[2]
@@ -72,13 +72,24 @@ def test_a_terminal_gets_nothing_wider_than_itself_and_no_word_is_lost(columns: 
     stream = io.StringIO()
     out = Console(file=stream, force_terminal=True, width=columns, color_system=None)
     rows = [(output.key(out, "ab" * 32), "100 KiB", "x" * 64 + " " + "q" * 64)]
-    out.print(output.table(("key", "size", "name"), rows, right=(1,)))
+    output.print_table(out, ("key", "size", "name"), rows, right=(1,))
     lines = stream.getvalue().splitlines()
     assert max(map(len, lines)) <= columns
     text = stream.getvalue()
     assert (text.count("x"), text.count("q")) == (64, 64)
     assert ("ab" * 32 in text) == (columns >= 120)
     assert "ab" * 8 in text
+
+
+def test_what_does_not_fit_becomes_blocks_and_no_cell_is_cut() -> None:
+    stream = io.StringIO()
+    out = Console(file=stream, force_terminal=True, width=60, color_system=None)
+    columns = [f"c{number}" for number in range(9)]
+    output.print_table(out, columns, [["12345678"] * 8 + ["the name"]] * 2)
+    text = stream.getvalue()
+    assert text.count("12345678") == 16
+    assert text.count("the name") == 2
+    assert all(text.count(head) == 2 for head in columns)
 
 
 def test_markup_in_names_is_only_text(monkeypatch: pytest.MonkeyPatch) -> None:
