@@ -12,6 +12,7 @@ import sys
 from array import array
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import msgpack
 
@@ -137,16 +138,25 @@ def parse_reserve(payload: bytes) -> Reserve:
         raise _malformed("RESERVE", f"{families} families × {members} members", len(payload))
     if reserved or flags & ~SKIP_PENDING or not 0 < complete <= limits.members_per_family_max:
         raise _malformed("RESERVE", "reserved bits or member count", len(payload))
-    rows = [_MEMBER.unpack_from(payload, _RESERVE.size + i * _MEMBER.size) for i in range(members)]
-    try:
-        parsed = tuple(Member(index, size, (h0, h1), (l0, l1)) for size, index, h0, h1, l0, l1 in rows)
-    except KvdError as error:
-        raise _malformed("RESERVE", error.message, len(payload)) from None
-    if len({m.index for m in parsed}) != members or any(m.index >= complete for m in parsed):
-        raise _malformed("RESERVE", "members repeat or exceed the family", len(payload))
+    parsed = _members(payload[_RESERVE.size : keys_at], complete, len(payload))
     return Reserve(
         request, namespace, split, complete, bool(flags & SKIP_PENDING), parent, parsed, payload[keys_at:]
     )
+
+
+@lru_cache(maxsize=1024)
+def _members(rows: bytes, complete: int, size: int) -> tuple[Member, ...]:
+    """The members part of RESERVE. A writer sends the same one with every chunk, so it is checked once."""
+    try:
+        parsed = tuple(
+            Member(index, size_bytes, (h0, h1), (l0, l1))
+            for size_bytes, index, h0, h1, l0, l1 in _MEMBER.iter_unpack(rows)
+        )
+    except KvdError as error:
+        raise _malformed("RESERVE", error.message, size) from None
+    if len({m.index for m in parsed}) != len(parsed) or any(m.index >= complete for m in parsed):
+        raise _malformed("RESERVE", "members repeat or exceed the family", size)
+    return parsed
 
 
 def pack_publish(reservation: int, first: int, checksums: array[int], include: bytes) -> bytes:
