@@ -12,6 +12,7 @@ from kvd.core.books import Books, Flow
 from kvd.core.columns import u32
 from kvd.core.events import (
     ADMIN,
+    NONE,
     AdminReply,
     Clear,
     DoAgain,
@@ -25,6 +26,7 @@ from kvd.core.events import (
 )
 from kvd.core.leaving import Leaving
 from kvd.core.policy import HARD, lists_count
+from kvd.core.reservations import Reservation
 from kvd.core.space import Plan, Space
 from kvd.errors import CapacityError, Retry, UsageError
 
@@ -89,7 +91,8 @@ class Administration:
             plan.withdraw = True
             gone = {run for run, count in plan.cuts if count == len(forest.members[run])}
             left = yield from self._leaving.evict(plan)
-            books.reservations.forget(gone, set(plan.entries))
+            for reservation in books.reservations.forget(gone, set(plan.entries)):
+                self._claim_again(reservation)
             families, size_bytes = left.families, left.size_bytes
             held_families, held_bytes = left.held_families, left.held_bytes
         result: dict[str, object] = {
@@ -97,6 +100,19 @@ class Administration:
         }  # fmt: skip
         books.effects.append(Note("warning", "families_withdrawn", result))
         books.effects.append(AdminReply(event.op, result))
+
+    def _claim_again(self, reservation: Reservation) -> None:
+        """Claim what is left to a reservation after some of what it lies behind was withdrawn."""
+        books = self._books
+        forest = books.forest
+        for run in reservation.claimed:
+            forest.unclaim(run)
+        entries = [entry for entry in (*reservation.entries, reservation.parent_entry) if entry != NONE]
+        reservation.claimed = list({forest.run_of[entry] for entry in entries})
+        for run in reservation.claimed:
+            forest.claim(run)
+        if reservation.parent_entry == NONE and reservation.parent_key8:
+            books.orphans.add_reservation(reservation.parent_key8, reservation.number)
 
     def clear(self, event: Clear) -> Flow[None]:
         """Evict all that may leave, suffixes first; say what stays and why."""

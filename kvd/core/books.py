@@ -15,6 +15,7 @@ from kvd.core.columns import Numbers
 from kvd.core.events import Again, DoAgain, DoEvict, DoPublish, Effect, Evicted, Published
 from kvd.core.forest import Forest
 from kvd.core.journal import Ghosts, Journal
+from kvd.core.orphans import Orphans
 from kvd.core.pins import Pins
 from kvd.core.reservations import Reservations, Shapes
 from kvd.core.slots import Slots
@@ -85,6 +86,7 @@ class Books:
         self.forest.pins = Pins(self.forest)
         self.reservations = Reservations()
         self.shapes = Shapes(self.slots)
+        self.orphans = Orphans()
         self.journal = Journal(config.journal_requests)
         self.ghosts = Ghosts(config.ghosts)
         self.limbo: dict[int, int] = {}  # withdrawn entries that somebody still holds -> bytes of their slots

@@ -147,6 +147,9 @@ class Reserve(NamedTuple):
     skip_pending: bool
     entries: Buffer  # fact, u32 × n: the family's entry, NONE if it is not there
     present: bytes  # fact, u8 × n·m, family-major: this member is published
+    parent_key8: int = (
+        0  # first 8 bytes (little endian) of the parent's identity, 0: none; it may be on its way
+    )
 
 
 class Publish(NamedTuple):

@@ -77,6 +77,9 @@ class Forest:
             yield run
             run = parent[run]
 
+    def _tail(self, run: int) -> int:
+        return NONE if run == NONE else self.members[run][-1]
+
     def children(self, run: int) -> Iterator[int]:
         """Runs directly behind this one."""
         child = self.first_child[run]
@@ -187,13 +190,15 @@ class Forest:
     def link(self, before: int, entry: int) -> None:
         """The family `entry` lies directly behind `before`, which the forest learns late if it came first."""
         run = self.run_of[entry]
-        if self.members[run][0] != entry:
+        members = self.members[run]
+        at = 0 if members[0] == entry else members.index(entry)
+        known = members[at - 1] if at else self._tail(self.parent[run])
+        if known == before:
             return
-        parent = self.run_of[before]
-        if self.parent[run] == parent and self.members[parent][-1] == before:
-            return
-        if any(one == run for one in self.path(parent)):
+        if any(one == run for one in self.path(self.run_of[before])):
             return  # a client that names keys in a circle gets no circle
+        if at:
+            self.split(run, at)
         parent = self.ending_at(before)
         self.pins.detach(run)
         self._unlink_child(run)

@@ -218,8 +218,7 @@ class Publishing:
         if reservation.live_count:
             forest.claim(run)
             reservation.claimed.append(run)
-        if end < reservation.families_count and reservation.entries[end] != NONE:
-            forest.link(new[-1], reservation.entries[end])
+        self._join(reservation, begin, end)
         counters = books.counters
         counters["published"] += len(items)
         counters["families_published"] += len(new)
@@ -289,8 +288,31 @@ class Publishing:
                 namespace=reservation.namespace, request=reservation.request,
                 class_set=reservation.shape.class_set, now_ns=self._books.now_ns,
             )  # fmt: skip
-            if end < reservation.families_count and end not in new and known[end] != NONE:
-                forest.link(known[end - 1], known[end])
+            self._join(reservation, begin, end)
+
+    def _join(self, reservation: Reservation, begin: int, end: int) -> None:
+        """Families [begin, end) are new: join them to what lies before and behind them, if that came out of order."""
+        books = self._books
+        forest, known = books.forest, reservation.entries
+        if begin:
+            before, before_key8 = known[begin - 1], reservation.key8s[begin - 1]
+        else:
+            before, before_key8 = reservation.parent_entry, reservation.parent_key8
+        if before == NONE and before_key8:
+            books.orphans.add_family(before_key8, reservation.key8s[begin], known[begin])
+        if end < reservation.families_count and known[end] != NONE and forest.is_used(known[end]):
+            forest.link(known[end - 1], known[end])
+        for at in books.orphans.awaited(reservation.key8s[begin:end]):
+            entry = known[begin + at]
+            children, waiting = books.orphans.take(reservation.key8s[begin + at])
+            for key8, child in children.items():
+                if forest.is_used(child) and forest.key8_of[child] == key8:
+                    forest.link(entry, child)
+            for number in waiting:
+                other = books.reservations.live[number]
+                other.parent_entry = entry
+                other.claimed.append(forest.run_of[entry])
+                forest.claim(forest.run_of[entry])
 
     def _tell_differences(
         self, reservation: Reservation, items: Sequence[int], checksums: array[int], answer: Published
@@ -371,3 +393,5 @@ class Publishing:
         for run in reservation.claimed:
             self._books.forest.unclaim(run)
         self._books.reservations.end(reservation)
+        if reservation.parent_key8:
+            self._books.orphans.end_reservation(reservation.parent_key8, reservation.number)

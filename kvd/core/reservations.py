@@ -83,8 +83,8 @@ class Reservation:
 
     __slots__ = (
         "claimed", "client", "entries", "families_count", "family_members", "key8s", "keys", "live_count",
-        "members_count", "namespace", "number", "parent_entry", "places", "promised", "records", "request", "shape",
-        "split", "states",
+        "members_count", "namespace", "number", "parent_entry", "parent_key8", "places", "promised", "records",
+        "request", "shape", "split", "states",
     )  # fmt: skip
 
     # filled when granted
@@ -107,7 +107,8 @@ class Reservation:
         self.members_count = shape.members_count
         self.split = event.split
         self.family_members = event.family_members
-        self.parent_entry = event.parent_entry  # NONE: a root, or its family has been withdrawn
+        self.parent_entry = event.parent_entry  # NONE: a root, or its family is not there (yet, any more)
+        self.parent_key8 = event.parent_key8
         # families as known: those that were there and those that this reservation published. All claimed, so
         # valid.
         self.entries = entries
@@ -248,16 +249,22 @@ class Reservations:
             self.pending.remove(reservation.shape.indexes[at], found)
         reservation.live_count -= count
 
-    def forget(self, runs: set[int], entries: set[int]) -> None:
-        """These runs and families were withdrawn under the reservations that had claimed them."""
+    def forget(self, runs: set[int], entries: set[int]) -> list[Reservation]:
+        """These runs and families were withdrawn; returns the reservations that had claimed them."""
+        touched: list[Reservation] = []
         for reservation in self.live.values():
-            reservation.claimed = [run for run in reservation.claimed if run not in runs]
-            if reservation.parent_entry in entries:
-                reservation.parent_entry = NONE
             known = reservation.entries
-            for family, entry in enumerate(known):
-                if entry in entries:
-                    known[family] = NONE
+            lost = [family for family, entry in enumerate(known) if entry in entries]
+            parent_lost = reservation.parent_entry in entries
+            if not lost and not parent_lost and runs.isdisjoint(reservation.claimed):
+                continue
+            touched.append(reservation)
+            for family in lost:
+                known[family] = NONE
+            if parent_lost:
+                reservation.parent_entry = NONE
+            reservation.claimed = [run for run in reservation.claimed if run not in runs]
+        return touched
 
 
 def check(event: Reserve, shape: Shape) -> int:
@@ -271,11 +278,10 @@ def check(event: Reserve, shape: Shape) -> int:
             f"{n} families × {m} members are {n * m} items, at most {limits.batch_items_max} go at once: split it",
             code="batch", families=n, members=m, items_max=limits.batch_items_max,
         )  # fmt: skip
-    if not shape.index_max < event.family_members <= limits.members_per_family_max:
+    if not 0 < event.family_members <= limits.members_per_family_max:
         raise UsageError(
-            f"a family of {event.family_members} members with member {shape.index_max}: members are numbered from 0,"
-            f" and are at most {limits.members_per_family_max}",
-            code="family", family_members=event.family_members, index=shape.index_max,
+            f"a family of {event.family_members} members; allowed: 1 … {limits.members_per_family_max}",
+            code="family", family_members=event.family_members,
         )  # fmt: skip
     if not 0 <= event.namespace < limits.namespaces_max:
         raise UsageError(

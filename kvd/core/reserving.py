@@ -247,6 +247,8 @@ class Reserving:
             indexes = bytes(compress(indexes, mask))
             ranges = array("H", compress(ranges, chain.from_iterable((x, x, x, x) for x in mask)))
         reservation.live_count = granted
+        if reservation.parent_entry == NONE and reservation.parent_key8:
+            books.orphans.add_reservation(reservation.parent_key8, reservation.number)
         books.forest.promised_count += want.entries_count
         books.reservations.add(reservation)
         books.effects.append(

@@ -102,7 +102,6 @@ class CoreMachine(RuleBasedStateMachine):
         self.ready = False
         self.strict = strict
         self.items: dict[int, tuple[int, list[bool]]] = {}  # reservation -> client, which items are live
-        self.pins: list[list[bytes]] = []
         self.last_written = 0
         self.counters = dict(self.world.core.counters)
 
@@ -167,7 +166,7 @@ class CoreMachine(RuleBasedStateMachine):
             own_prefix
             or any(world.hazards.values())
             or self.items
-            or self.pins
+            or self.pinned()
             or world.core.statistics()["families_limbo"]
         )
         assert kept or not self.ready or reply.error.retry is Retry.NEVER, reply.error
@@ -283,19 +282,18 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(data=st.data(), kind=st.sampled_from([ev.PinKind.SOFT, ev.PinKind.HARD]))
     def pin(self, data: st.DataObject, kind: ev.PinKind) -> None:
         keys = [data.draw(st.sampled_from(sorted(self.world.index)))]
-        if isinstance(self.world.pin(keys, kind), ev.AdminReply):
-            self.pins.append(keys)
-            if kind is ev.PinKind.HARD:
-                self.world.pinned_hard.append(keys)
+        if isinstance(self.world.pin(keys, kind), ev.AdminReply) and kind is ev.PinKind.HARD:
+            self.world.pinned_hard.append(keys)
 
-    @precondition(lambda self: self.pins)
+    @precondition(lambda self: self.pinned())
     @rule()
     def unpin_all(self) -> None:
-        keys = [key for pin in self.pins for key in pin if key in self.world.index]
-        self.world.unpin([*dict.fromkeys(keys)])
-        # A pin whose own end was withdrawn is over; one that was split stays with the tail, which is named here too.
-        self.pins.clear()
+        self.world.unpin(list(self.world.index))
         self.world.pinned_hard.clear()
+        assert not self.pinned()
+
+    def pinned(self) -> bool:
+        return bool(self.world.pool("pinned_bytes") or self.world.pool("soft_pinned_bytes"))
 
     @rule(namespace=st.sampled_from([None, 0, 1]))
     def clear(self, namespace: int | None) -> None:
@@ -303,7 +301,12 @@ class CoreMachine(RuleBasedStateMachine):
         kept = result["kept"]
         assert isinstance(kept, dict)
         assert set(kept) <= {"leased", "pinned", "reserved"}
-        if not any(self.world.hazards.values()) and not self.items and not self.pins and namespace is None:
+        if (
+            not any(self.world.hazards.values())
+            and not self.items
+            and not self.pinned()
+            and namespace is None
+        ):
             assert not kept
             assert not self.world.index
 
@@ -315,8 +318,10 @@ class CoreMachine(RuleBasedStateMachine):
         self.world.withdraw([key])
         assert not self.world.has(key)
         assert not behind & set(self.world.index), "something behind a withdrawn family can be found"
-        for pins in (self.pins, self.world.pinned_hard):
-            pins[:] = [pin for pin in pins if set(pin) <= set(self.world.index)]
+        pins = (
+            self.world.pinned_hard
+        )  # what is left of a pinned prefix stays pinned, but only the core knows how much
+        pins[:] = [pin for pin in pins if set(pin) <= set(self.world.index)]
         for number, parent in list(self.world.behind_live.items()):
             if parent not in self.world.index:
                 del self.world.behind_live[number]

@@ -251,6 +251,7 @@ class World:
             ev.Reserve(
                 client, self.op, request, namespace, b"".join(keys), parent_entry, members, 0, len(members) if
                 family_members is None else family_members, skip_pending, entries.tobytes(), present,
+                key8(parent) if parent is not None else 0,
             )
         )  # fmt: skip
         (reply,) = replies
