@@ -125,6 +125,38 @@ def test_a_hostile_tail_disconnects_before_anything_is_read(world, keys):
     assert good.store(keys(1)) == [Published.PUBLISHED]
 
 
+@pytest.mark.slow
+def test_a_scribbled_region_harms_its_owner_only(world, keys):
+    """Random words over header, rings, touches and hazards: others are served, the books stay right."""
+    seed = 77001
+    print("seed", seed)
+    random.seed(seed)
+    here = world(
+        clients={"max": 200, "hazards_max": 64, "touch_records": 64, "sq_size": "64KiB", "cq_size": "64KiB"}
+    )
+    good = here.attach(name="good")
+    for round_number in range(60):
+        bad = here.attach(name="bad")
+        bad.store(keys(2, seed=round_number))
+        with open(f"/proc/self/fd/{bad.client.region_fd}", "r+b", buffering=0) as region:
+            size = region.seek(0, 2)
+            for _ in range(20):
+                # Cursors, sleeping words and marks by name, the rings' first frames, anything.
+                somewhere = random.choice(
+                    [4096, 4096 + 16 * random.randrange(64), random.randrange(size - 8) & ~7]
+                )
+                region.seek(
+                    random.choice([128, 192, 192, 256, 320, 384, 448, 512, 576, somewhere, somewhere])
+                )
+                word = random.choice([0, 8 * random.randrange(1 << 13), 0xFFFFFFFF, random.getrandbits(64)])
+                region.write(struct.pack("<Q", word))
+                here.serve(bad, good)
+                here.runner.tick()
+        assert good.store(keys(1, seed=1000 + round_number)) == [Published.PUBLISHED]
+        here.domain.core.validate()
+    assert here.clients.protocol_errors > 10
+
+
 def test_usage_errors_answer_and_keep_the_client(world, keys):
     one = world().attach()
     with pytest.raises(UsageError, match="namespace 99 is not registered"):
