@@ -74,7 +74,7 @@ class App:
 
     async def run(self) -> int:
         """Start, serve until told to stop, stop. Returns the exit code."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             self._loop.add_signal_handler(number, self.stop, signal.Signals(number).name)
         listener, own_path = self._listen()
         names = named.NamedMemory(self.config)
