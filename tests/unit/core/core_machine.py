@@ -52,8 +52,11 @@ class Watched(World):
     def _do_evict(self, effect: ev.DoEvict) -> ev.Evicted:
         answer = super()._do_evict(effect)
         reason, left = self.evictions[-1]
-        gone_at = {key: self.published_at.pop(key) for key in left if key in self.published_at}
-        if reason not in (ev.Reason.WITHDRAW, ev.Reason.LIMBO):
+        if reason is ev.Reason.LIMBO:
+            return answer  # their keys left before, and may be there again by now
+        withdrawn = [self.families[entry].key for entry in ev_column(answer.held)] if effect.withdraw else []
+        gone_at = {key: self.published_at.pop(key) for key in (*left, *withdrawn) if key in self.published_at}
+        if reason is not ev.Reason.WITHDRAW:
             prefix_pinned = {key for pin in self.pinned_hard for key in pin}
             assert not prefix_pinned & set(left), "a family that is pinned hard left"
             assert not set(self.behind_live.values()) & set(left), "a family that somebody writes behind left"
