@@ -9,6 +9,7 @@ import pytest
 
 from kvd.config import Config, PoolConfig, ServerConfig
 from kvd.errors import CapacityError, ConfigError, InvariantError, UnavailableError, UsageError
+from kvd.probe import numa
 from kvd.server import logs, metrics, named, notify
 from kvd.server.peer import boot_id, identify, start_ticks
 from kvd.server.population import Population
@@ -349,6 +350,17 @@ async def test_without_any_memory_the_start_fails(monkeypatch):
         await population.first_ready()
     await population.run()
     assert ready == []
+
+
+async def test_segments_are_spread_over_nodes_and_workers_ask_for_them(monkeypatch):
+    nodes = (numa.Node(0, 1 << 30, (0,)), numa.Node(2, 1 << 30, (1,)))
+    monkeypatch.setattr(numa, "nodes", lambda: nodes)
+    preferred = []
+    monkeypatch.setattr(pool, "prefer_node", lambda node: preferred.append(node) or True)
+    population, _, _, _ = await populated(PoolConfig(populate_threads=1, lock="no"), 2 << 20)
+    await population.run()
+    assert population.progress.segments_node == [0, 2]
+    assert preferred == [0, 2]
 
 
 async def test_lazy_population_serves_at_once():
