@@ -316,6 +316,8 @@ def _huge_pages(facts: Facts) -> Check:
         pool = facts.daemon.status["pool"]
         population = pool["population"]
         obtained = population["huge_bytes"] / max(1, pool["size_bytes"])
+        if _setting(facts, "pool.populate") == "lazy":
+            return _ok("huge pages", f"not measured: pages come when first used; {offered}")
         if obtained >= HUGE_SHARE_GOOD or not population["done"]:
             return _ok("huge pages", f"{obtained:.0%} of the pool; {offered}")
         if chosen == "never":

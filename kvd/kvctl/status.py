@@ -131,12 +131,17 @@ def _pool_line(pool: dict[str, Any]) -> Text:
     if population["error"]:
         parts.append(output.styled(f"only {output.size(population['populated_bytes'])} populated", "bad"))
     elif not population["done"]:
-        progress = output.share(population["populated_bytes"], population["total_bytes"])
-        parts.append(output.styled(f"{progress} populated, {population['gib_per_s']:.1f} GiB/s", "warn"))
+        parts.append(output.styled(_progress(population), "warn"))
     huge_bytes = population["huge_bytes"]
-    parts.append(
-        f"{output.share(huge_bytes, pool['size_bytes'])} huge pages" if huge_bytes else "small pages"
-    )
+    if (
+        population["done"]
+        and not population["error"]
+        and population["populated_bytes"] < population["total_bytes"]
+    ):
+        parts.append("pages come when first used")
+    elif population["done"]:  # they are measured at the end
+        small = "small pages"
+        parts.append(f"{output.share(huge_bytes, pool['size_bytes'])} huge pages" if huge_bytes else small)
     if population["locked"]:
         parts.append("locked")
     elif population["lock_refused"]:
@@ -144,6 +149,16 @@ def _pool_line(pool: dict[str, Any]) -> Text:
     if pool["backing"] != "memfd":
         parts.append(f"backing {pool['backing']}")
     return Text(", ").join(Text(part) if isinstance(part, str) else part for part in parts)
+
+
+def _progress(population: dict[str, Any]) -> str:
+    populated, total, speed = (
+        population["populated_bytes"],
+        population["total_bytes"],
+        population["gib_per_s"],
+    )
+    left = f", {output.duration((total - populated) / 2**30 / speed)} to go" if speed > 0 else ""
+    return f"{output.share(populated, total)} populated, {speed:.1f} GiB/s{left}"
 
 
 def _space_line(pool: dict[str, Any]) -> str:

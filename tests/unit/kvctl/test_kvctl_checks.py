@@ -212,6 +212,10 @@ def test_huge_pages_that_a_running_daemon_did_not_get(changed: Any) -> None:
     assert "shmem_enabled" in off.advice
     fragmented = check(of(pool(), **running(none)), "huge pages")
     assert "fragmented" in fragmented.advice
+    facts = of(pool(), **running(none))
+    assert facts.daemon is not None
+    lazy = replace(facts.daemon, settings={**facts.daemon.settings, "pool.populate": "lazy"})
+    assert check(replace(facts, daemon=lazy), "huge pages").level is Level.OK
     starting = changed({"pool.population.huge_bytes": 0, "pool.population.done": False})
     assert check(of(pool(), **running(starting)), "huge pages").level is Level.OK
 

@@ -65,11 +65,19 @@ def test_status_shows_what_is_not_well(kvctl: Any, changed: Any) -> None:
         "clients.disconnected": 1, "counters.capacity_refusals": 7, "core.families_partial": 3,
     })  # fmt: skip
     text = kvctl.against(status=status)("status")
-    for part in ("degraded", "metrics is failed: port taken", "2 restarts", "50% populated, 7.1 GiB/s", "small pages",
+    for part in ("degraded", "metrics is failed: port taken", "2 restarts", "50% populated, 7.1 GiB/s, 4.5 s to go",
                  "not locked", "1 left but alive", "7 reservations without room", "3 incomplete",
                  "install the same release"):  # fmt: skip
         assert part in text
     assert "daemon is" not in text
+    assert "small pages" not in text
+
+
+def test_status_of_a_lazy_pool_does_not_guess_about_pages(kvctl: Any, changed: Any) -> None:
+    status = changed({"pool.population.populated_bytes": 0, "pool.population.huge_bytes": 0})
+    text = kvctl.against(status=status)("status")
+    assert "pages come when first used" in text
+    assert "small pages" not in text
 
 
 def test_status_says_that_population_ended_early(kvctl: Any, changed: Any) -> None:
