@@ -19,7 +19,10 @@ class Outcome(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Which part of a family: `index` is group × shards + shard, as the split of the family numbers them."""
+    """Which part of a family: `index` as the family's split numbers its objects (`kvd.layout.shards`).
+
+    Those that make a family complete come first; optional ones (windows and states of a hybrid) have higher numbers.
+    """
 
     index: int
     size_bytes: int

@@ -153,11 +153,17 @@ class Namespace:
         if not len(chain):
             raise UsageError("there is nothing to reserve: the chain has no chunk", code="empty")
         complete = len(parts) if family_members is None else family_members
-        if not max(m.index for m in parts) < complete <= limits.members_per_family_max:
+        if family_members is None and max(m.index for m in parts) >= complete:
             raise UsageError(
-                f"family_members {complete} does not cover member {max(m.index for m in parts)} "
-                f"(at most {limits.members_per_family_max})",
+                f"members {[m.index for m in parts]} are not 0 … {complete - 1}: say with family_members= how many make "
+                "a chunk complete",
                 code="members",
+            )  # fmt: skip
+        if not 0 < complete <= limits.members_per_family_max:
+            raise UsageError(
+                f"family_members is {complete}; allowed: 1 … {limits.members_per_family_max} members that make a chunk "
+                "complete (higher member numbers are optional)",
+                code="members", family_members=complete,
             )  # fmt: skip
         calls.check_batch(len(chain), len(parts))
         message = Reserve(

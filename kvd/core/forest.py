@@ -171,7 +171,16 @@ class Forest:
         return run
 
     def add_member(self, entry: int, slot_bytes: int, class_set: int) -> None:
-        """One more member of an existing family is published."""
+        """One more mandatory member of an existing family is published."""
+        self.add_optional(entry, slot_bytes, class_set)
+        missing = self.missing_of[entry] - 1
+        if missing >= 0:
+            self.missing_of[entry] = missing
+            if not missing:
+                self.partial.pop(entry, None)
+
+    def add_optional(self, entry: int, slot_bytes: int, class_set: int) -> None:
+        """An optional member of an existing family is published: more bytes, as complete as before."""
         run = self.run_of[entry]
         self.bytes_of[entry] += slot_bytes
         self.run_bytes[run] += slot_bytes
@@ -181,11 +190,6 @@ class Forest:
         have = self._class_sets[self.classes_of[run]]
         if have | class_set != have:
             self.classes_of[run] = self._class_set_row(have | class_set)
-        missing = self.missing_of[entry] - 1
-        if missing >= 0:
-            self.missing_of[entry] = missing
-            if not missing:
-                self.partial.pop(entry, None)
 
     def link(self, before: int, entry: int) -> None:
         """The family `entry` lies directly behind `before`, which the forest learns late if it came first."""

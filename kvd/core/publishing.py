@@ -207,7 +207,7 @@ class Publishing:
         family_bytes = reservation.shape.family_bytes
         run = forest.append(
             reservation.behind(begin), new, reservation.key8s[begin:end], family_bytes,
-            missing_count=reservation.family_members - m, namespace=reservation.namespace,
+            missing_count=reservation.family_members - reservation.mandatory_count, namespace=reservation.namespace,
             request=reservation.request, class_set=reservation.shape.class_set, now_ns=books.now_ns,
         )  # fmt: skip
         books.slots.publish(reservation.places[items.start : items.stop], entries, forest.home_of)
@@ -232,7 +232,7 @@ class Publishing:
         forest = books.forest
         m, known = reservation.members_count, reservation.entries
         new: dict[int, int] = {}  # family -> position of the first member published
-        grown: list[tuple[int, int]] = []  # entry, bytes
+        grown: list[tuple[int, int]] = []  # entry, position of the member
         won: list[int] = []
         lost: list[int] = []
         won_entries: array[int] = array("I")
@@ -246,12 +246,13 @@ class Publishing:
             won.append(item)
             won_entries.append(entries[at])
             if forest.is_used(entries[at]) or family in new:
-                grown.append((entries[at], reservation.shape.slot_bytes[member]))
+                grown.append((entries[at], member))
             else:
                 new[family] = member
         self._append_new(reservation, new)
-        for entry, slot_bytes in grown:
-            forest.add_member(entry, slot_bytes, reservation.shape.class_set)
+        for entry, member in grown:
+            add = forest.add_member if reservation.is_mandatory(member) else forest.add_optional
+            add(entry, reservation.shape.slot_bytes[member], reservation.shape.class_set)
         places = array("Q", [reservation.places[item] for item in won])
         books.slots.publish(places, won_entries, forest.home_of)
         books.reservations.not_live(reservation, won)
@@ -284,7 +285,8 @@ class Publishing:
             begin, end = row[0], row[-1] + 1
             forest.append(
                 reservation.behind(begin), known[begin:end], reservation.key8s[begin:end],
-                reservation.shape.slot_bytes[new[begin]], missing_count=reservation.family_members - 1,
+                reservation.shape.slot_bytes[new[begin]],
+                missing_count=reservation.family_members - reservation.is_mandatory(new[begin]),
                 namespace=reservation.namespace, request=reservation.request,
                 class_set=reservation.shape.class_set, now_ns=self._books.now_ns,
             )  # fmt: skip

@@ -33,8 +33,7 @@ class Shape:
     """What the items of a family are like: the same for all families of a batch, and for most batches of a client."""
 
     __slots__ = (
-        "class_set", "classes", "family_bytes", "index_max", "indexes", "members", "members_count", "ranges", "sizes",
-        "slot_bytes",
+        "class_set", "classes", "family_bytes", "indexes", "members", "members_count", "ranges", "sizes", "slot_bytes",
     )  # fmt: skip
 
     def __init__(self, members: tuple[Member, ...], slots: Slots) -> None:
@@ -46,7 +45,6 @@ class Shape:
         self.members = members
         self.members_count = len(members)
         self.indexes = bytes(indexes)
-        self.index_max = max(indexes)
         self.classes = [slots.class_for(member.size_bytes) for member in members]
         self.slot_bytes = [size_class.slot_bytes for size_class in self.classes]
         self.family_bytes = sum(self.slot_bytes)
@@ -83,7 +81,7 @@ class Reservation:
 
     __slots__ = (
         "claimed", "client", "entries", "families_count", "family_members", "key8s", "keys", "live_count",
-        "members_count", "namespace", "number", "parent_entry", "parent_key8", "places", "promised", "records",
+        "mandatory_count", "members_count", "namespace", "number", "parent_entry", "parent_key8", "places", "promised", "records",
         "request", "shape", "split", "states",
     )  # fmt: skip
 
@@ -106,7 +104,8 @@ class Reservation:
         self.shape = shape
         self.members_count = shape.members_count
         self.split = event.split
-        self.family_members = event.family_members
+        self.family_members = event.family_members  # mandatory ones; a member numbered higher is optional
+        self.mandatory_count = sum(index < event.family_members for index in shape.indexes)
         self.parent_entry = event.parent_entry  # NONE: a root, or its family is not there (yet, any more)
         self.parent_key8 = event.parent_key8
         # families as known: those that were there and those that this reservation published. All claimed, so
@@ -124,6 +123,10 @@ class Reservation:
                 promised[family] = 0
                 ended += 1
         return ended
+
+    def is_mandatory(self, member: int) -> bool:
+        """Whether a family is incomplete without the member at this position."""
+        return self.shape.indexes[member] < self.family_members
 
     def is_family_live(self, family: int) -> bool:
         """Whether an item of this family is still to come."""

@@ -79,7 +79,10 @@ assert _MEMBER.size == 24
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """RESERVE, parsed: n families (`keys` is n × 32 bytes) × m members."""
+    """RESERVE, parsed: n families (`keys` is n × 32 bytes) × m members.
+
+    `family_members` make a family complete: those numbered below it. Members with a higher number are optional.
+    """
 
     request: int
     namespace: int
@@ -154,8 +157,8 @@ def _members(rows: bytes, complete: int, size: int) -> tuple[Member, ...]:
         )
     except KvdError as error:
         raise _malformed("RESERVE", error.message, size) from None
-    if len({m.index for m in parsed}) != len(parsed) or any(m.index >= complete for m in parsed):
-        raise _malformed("RESERVE", "members repeat or exceed the family", size)
+    if len({m.index for m in parsed}) != len(parsed):  # an index of `complete` or more is an optional member
+        raise _malformed("RESERVE", "members repeat", size)
     return parsed
 
 

@@ -193,8 +193,8 @@ void Table::reserve(const ReserveBatch& batch) {
 
 void Table::check_published(const PublishBatch& batch, u64 item) const {
   const Record& record = record_of(batch.records[item]);
-  if (batch.members[item] >= batch.family_members) {
-    fail<std::invalid_argument>("publish: item ", item, " is member ", +batch.members[item], " of ", batch.family_members);
+  if (batch.members[item] >= members_max) {  // those from family_members on are optional
+    fail<std::invalid_argument>("publish: item ", item, " is member ", +batch.members[item], ": at most ", members_max - 1);
   }
   if (mutant::owner_check) return;
   const u32 state = record.state.load(memory_order_relaxed), owner = record.owner.load(memory_order_relaxed),

@@ -61,11 +61,15 @@ def test_arbitrary_bytes_are_parsed_or_refused(parse: object, payload: bytes) ->
         parse(payload)  # type: ignore[operator]
 
 
-def test_a_reserve_with_a_member_outside_its_family_is_refused() -> None:
-    good = Reserve(0, 0, 0, 2, False, bytes(32), (Member(1, 64),), bytes(32))
+def test_a_reserve_with_a_member_no_family_can_have_is_refused_and_an_optional_one_is_not() -> None:
+    good = Reserve(0, 0, 0, 1, False, bytes(32), (Member(0, 64), Member(127, 64)), bytes(32))
     payload = bytearray(messages.pack_reserve(good))
-    payload[18] = 1  # family_members: member 1 does not exist in a family of one
-    with pytest.raises(ProtocolError, match="members"):
+    assert messages.parse_reserve(bytes(payload)) == good  # 127 is beyond what makes it complete: optional
+    payload[56 + 24 + 8] = 128
+    with pytest.raises(ProtocolError, match="member index 128"):
+        messages.parse_reserve(bytes(payload))
+    payload[56 + 24 + 8] = 0
+    with pytest.raises(ProtocolError, match="members repeat"):
         messages.parse_reserve(bytes(payload))
 
 
