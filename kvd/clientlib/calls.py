@@ -4,7 +4,8 @@ Owns the numbering of operations and who waits for which answer. Any thread may 
 sleeps on the wake socket and hands answers to the others. An event loop registers once and is woken by the same socket.
 
 An answer that comes after its caller gave up is not lost: a late RESERVED is given back with ABORT, so that a timeout
-never leaks slots.
+never leaks slots. While such answers are due a thread of its own waits for them, so that an idle client does not sit on
+what it was granted too late.
 
     waiting ── answer ──▶ done
        └── deadline ──▶ abandoned ── RESERVED arrives ──▶ ABORT sent
@@ -20,12 +21,15 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvd import limits
+from kvd.clientlib import background
+from kvd.clientlib.native_errors import NATIVE, translate
 from kvd.errors import CapacityError, KvdError, ProtocolError, UnavailableError, UsageError
 from kvd.shm import messages
 from kvd.shm.messages import Cq, Sq
 
 _POLL_FRAMES = 64
 _FULL_RING_PAUSE_NS = 1_000_000
+_LATE_LOOK_NS = 20_000_000
 
 Answer = tuple[int, bytes]
 
@@ -74,6 +78,8 @@ class Calls:
         self._changed = threading.Condition()
         self._leading = False
         self._loops: set[asyncio.AbstractEventLoop] = set()
+        self._abandoned: set[int] = set()  # reservations nobody waits for any more
+        self._collector: threading.Thread | None = None
         self.lost: KvdError | None = None
 
     # -- from threads -------------------------------------------------------------------------------------
@@ -85,11 +91,12 @@ class Calls:
         op = self._submit(kind, payload, waiter, end_ns)
         try:
             self._wait(waiter, end_ns)
-        finally:
-            self._waiting.pop(op, None)
+            if waiter.answer is None:
+                raise _deadline(kind, deadline_s)
+        except BaseException:
+            self._give_up(kind, op, waiter)
+            raise
         answer = waiter.answer
-        if answer is None:
-            raise _deadline(kind, deadline_s)
         if isinstance(answer, KvdError):
             raise answer
         return answer
@@ -138,10 +145,11 @@ class Calls:
             self._on_wake()
             async with asyncio.timeout(deadline_s):
                 return await waiter.future
-        except TimeoutError:
-            raise _deadline(kind, deadline_s) from None
-        finally:
-            self._waiting.pop(op, None)
+        except BaseException as error:
+            self._give_up(kind, op, waiter)
+            if isinstance(error, TimeoutError):
+                raise _deadline(kind, deadline_s) from None
+            raise
 
     def _register(self, loop: asyncio.AbstractEventLoop) -> None:
         if loop not in self._loops:
@@ -187,6 +195,8 @@ class Calls:
     def _try_submit(self, kind: Sq, payload: bytes, waiter: _Waiter) -> int | None:
         if self.lost is not None:
             raise self.lost
+        if self._abandoned:
+            self._drain()
         op, self._next_op = self._next_op, self._next_op + 1
         self._waiting[op] = waiter
         pushed = self._rings.submit(kind, op, payload)
@@ -208,17 +218,56 @@ class Calls:
 
     def _drain(self) -> bool:
         frames = self._rings.poll(_POLL_FRAMES)
-        for kind, op, payload in frames:
-            waiter = self._waiting.get(op)
-            if waiter is None:
-                self._late(kind, payload)
-            elif kind == Cq.ERROR:
-                waiter.resolve(messages.parse_error(payload))
-            else:
-                waiter.resolve((kind, payload))
+        if frames:
+            with self._changed:
+                for kind, op, payload in frames:
+                    waiter = self._waiting.pop(op, None)
+                    if waiter is None:
+                        self._late(kind, op, payload)
+                    elif kind == Cq.ERROR:
+                        waiter.resolve(messages.parse_error(payload))
+                    else:
+                        waiter.resolve((kind, payload))
+                self._changed.notify_all()
         return bool(frames)
 
-    def _late(self, kind: int, payload: bytes) -> None:
+    # -- late answers -------------------------------------------------------------------------------------
+
+    def _give_up(self, kind: Sq, op: int, waiter: _Waiter) -> None:
+        """The caller goes without its answer. A grant that has come, or is still to come, must be given back."""
+        with self._changed:
+            self._waiting.pop(op, None)
+            if isinstance(waiter.answer, tuple):
+                self._late(waiter.answer[0], op, waiter.answer[1])
+            elif waiter.answer is None and kind == Sq.RESERVE and self.lost is None:
+                self._abandoned.add(op)
+                if self._collector is None:
+                    self._collector = background.start(self._collect, "kvd-late")
+
+    def _collect(self) -> None:
+        """Wait for late answers until none is due; a thread's work, led like that of those who call."""
+        while True:
+            with self._changed:
+                if not self._abandoned or self.lost is not None or background.leaving.is_set():
+                    self._collector = None
+                    return
+                if self._leading:
+                    self._changed.wait(_LATE_LOOK_NS / 1e9)
+                    continue
+                self._leading = True
+            try:
+                if not self._drain():
+                    self._sleep(_LATE_LOOK_NS)
+            except NATIVE as error:
+                self.fail(translate(error))
+            finally:
+                with self._changed:
+                    self._leading = False
+                    self._changed.notify_all()
+                self._nudge_loops()
+
+    def _late(self, kind: int, op: int, payload: bytes) -> None:
+        self._abandoned.discard(op)
         if kind != Cq.RESERVED:
             return
         reservation, _, statuses = messages.parse_reserved(payload)
@@ -257,6 +306,9 @@ class Calls:
                     loop.call_soon_threadsafe(remove, fd)
         self._loops.clear()
         self.fail(UsageError("this store was closed; connect again", code="closed"))
+        collector = self._collector
+        if collector is not None:
+            collector.join()  # it must not poll a descriptor that is somebody else's by then
 
 
 def _running(loop: asyncio.AbstractEventLoop) -> bool:

@@ -8,16 +8,14 @@ Leases and views outlive `close`.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import os
 import socket
 import sys
-import threading
-import weakref
 from types import TracebackType
 from typing import Any
 
+from kvd.clientlib import background
 from kvd.clientlib.calls import Calls
 from kvd.clientlib.control import Control, socket_path
 from kvd.clientlib.leases import Lease
@@ -30,8 +28,6 @@ from kvd.shm._native import Client
 from kvd.wire import messages as wire
 
 _PREFAULT_BYTES = 16 << 20
-_mappers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-_leaving = threading.Event()
 _COUNTERS = (
     "lookups", "keys_asked", "keys_hit", "leases", "leases_released", "bytes_viewed", "fetches",
     "adopts", "adopts_failed", "verify_failed", "bytes_filled",
@@ -99,15 +95,13 @@ class Store:
         self.slot = attached.slot
         self.segment_bytes = attached.segments
         self.calls = Calls(self.native, self._wake)
-        self._mapper = threading.Thread(target=self._prefault, name="kvd-prefault", daemon=True)
-        _mappers.add(self._mapper)
-        self._mapper.start()
+        self._mapper = background.start(self._prefault, "kvd-prefault")
 
     def _prefault(self) -> None:
         """Map the pool ahead of its use: a page that is touched first in the middle of a copy costs it dearly."""
         for number, size_bytes in enumerate(self.segment_bytes):
             for offset in range(0, size_bytes, _PREFAULT_BYTES):
-                if _leaving.is_set():
+                if background.leaving.is_set():
                     return
                 try:
                     self.native.prefault(number, offset, _PREFAULT_BYTES)
@@ -249,14 +243,6 @@ class Admin:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@atexit.register
-def _end_mappers() -> None:
-    """A program may end without closing its stores: a thread in native code at that moment would abort it."""
-    _leaving.set()
-    for mapper in list(_mappers):
-        mapper.join()
 
 
 def _process_name() -> str:

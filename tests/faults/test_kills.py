@@ -308,7 +308,9 @@ def test_a_daemon_killed_at_any_step_leaves_views_unchanged(daemon: Any, library
 
 
 def test_a_daemon_that_was_stopped_goes_on(world: Any) -> None:
-    """C11. Callers get a deadline, not a hang; nothing is lost when it goes on, and a late grant is given back."""
+    """C11. Callers get a deadline, not a hang; nothing is lost when it goes on. The grant that came too late is given
+    back although the client does nothing more.
+    """
     running, ns = world
     running.process.send_signal(signal.SIGSTOP)
     os.waitpid(running.pid, os.WUNTRACED)
@@ -318,6 +320,8 @@ def test_a_daemon_that_was_stopped_goes_on(world: Any) -> None:
         ns.reserve(chain, nbytes=SIZE, deadline_s=0.2)
     assert caught.value.code == "KVD-UNAVAILABLE-DEADLINE"
     running.process.send_signal(signal.SIGCONT)
-    assert publish(ns, chain_of(ns, 8)) == ALL
+    granted = running.call("status")["counters"]["granted"]
     until(lambda: space(running)["reserved"] == 0, "the late grant", BACK_WITHIN_S)
+    counters = running.call("status")["counters"]
+    assert counters["granted"] == counters["aborted"] + counters["published"] >= granted
     assert publish(ns, chain) == ALL

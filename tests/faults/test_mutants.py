@@ -143,8 +143,8 @@ def test_a_mechanism_of_the_daemon_left_out_is_seen(daemon: Any, child: Any, omi
             assert holds(running, namespace(store), child) is (left_out == "")
 
 
-def test_releasing_by_a_rebuilt_key_is_seen(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """B3: the salt is missing when the key is built again, so that nothing is released."""
+def test_b3_releasing_by_a_rebuilt_key_is_seen(daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases end by what they are; with a key built again, without its salt, nothing is released."""
     running = daemon(pool={"size": "16MiB"})
 
     def lease_and_release(store: kvd.Store) -> int:

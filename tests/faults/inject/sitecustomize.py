@@ -1,7 +1,7 @@
 """Put on PYTHONPATH of a daemon by the fault tests: runs before anything of kvd is imported.
 
 FAULTS_LIBRARY names a testing build that takes the place of the native extension (KVD_MUTANT and KVD_STOP_AT then
-work in the daemon); FAULTS_OMIT names a mechanism of the daemon's Python code that is left out.
+work in the daemon); FAULTS_OMIT names a mechanism of the daemon's Python code that is left out or broken.
 """
 
 import os
@@ -61,14 +61,31 @@ def _break_tick() -> None:
     from kvd.server.runner import Runner
 
     tick = Runner.tick
-    turns = iter(range(2))
+    turns = []
 
     def failing(self):
-        next(turns)
+        turns.append(None)
+        if len(turns) == 3:
+            raise RuntimeError("broken for a test")
         tick(self)
 
     Runner.tick = failing
 
 
+def _rush() -> None:
+    """A second is a day for all that the daemon decides by the clock."""
+    import time
+
+    from kvd.server.app import MonotonicClock
+
+    MonotonicClock.now_ns = staticmethod(lambda: time.monotonic_ns() * 86_400)
+
+
 if name := os.environ.get("FAULTS_OMIT"):
-    {"drain": _omit_drain, "reclaim": _omit_reclaim, "pidfd": _omit_pidfd, "tick": _break_tick}[name]()
+    {
+        "rush": _rush,
+        "drain": _omit_drain,
+        "reclaim": _omit_reclaim,
+        "pidfd": _omit_pidfd,
+        "tick": _break_tick,
+    }[name]()
