@@ -4,10 +4,12 @@
 // made of it is gone; the hazard stays as long.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
+#include <utility>
 
 #include "bind_memory.hpp"
 #include "client.hpp"
@@ -124,6 +126,14 @@ nb::bytes export_leases(const LeaseBatch& batch) {
     const Leased& lease = batch.set->checked(i);
     const Descriptor row{epoch, lease.entry, 0, lease.generation};
     std::memcpy(out.data() + i, &row, sizeof row);
+  }
+  return out.take();
+}
+
+nb::bytes present_of_leases(const LeaseBatch& batch) {
+  const OutColumn<PresentRow> out(batch.set->size());
+  for (u32 i = 0; i < batch.set->size(); ++i) {
+    out.data()[i] = batch.set->client().present_of(batch.set->checked(i).entry);
   }
   return out.take();
 }
@@ -258,6 +268,7 @@ void bind_leases(nb::module_& module) {
       .def_prop_ro("exports", [](const LeaseBatch& batch) { return batch.set->exports(); })
       .def_prop_ro("mask", &mask)
       .def("export", &export_leases)
+      .def("present", &present_of_leases)
       .def("columns", &columns, "member"_a = 0);
   nb::class_<WritableView>(module, "WritableView", nb::type_slots(writable_slots))
       .def_prop_ro("view", [](nb::handle self) { return memoryview_of(self); })
@@ -267,9 +278,46 @@ void bind_leases(nb::module_& module) {
 
 }  // namespace
 
+// Rules as (kind, window) a group; masks as (low, high) a group.
+void bind_family(nb::module_& module) {
+  using namespace nb::literals;
+  using Pairs = std::vector<std::pair<u64, u64>>;
+  nb::class_<FamilyRules>(module, "FamilyRules")
+      .def("__init__",
+           [](FamilyRules* self, u64 chunk_tokens, const std::vector<std::pair<u32, u32>>& rules) {
+             std::vector<FamilyRules::Group> groups;
+             for (const auto& [kind, window] : rules) groups.push_back({kind, window});
+             new (self) FamilyRules(chunk_tokens, std::move(groups));
+           },
+           "chunk_tokens"_a, "groups"_a)
+      .def("add",
+           [](FamilyRules& rules, u32 split, const Pairs& pairs) {
+             std::vector<FamilyRules::Masks> masks;
+             for (const auto& [low, high] : pairs) masks.push_back({low, high});
+             rules.add(split, std::move(masks));
+           },
+           "split"_a, "masks"_a)
+      .def("usable",
+           [](const FamilyRules& rules, nb::handle rows_in) {
+             const Column<u8> bytes(rows_in, "rows");
+             if (bytes.size() % sizeof(PresentRow) != 0) {
+               fail<std::invalid_argument>("rows has ", bytes.size(), " bytes: not a multiple of ", sizeof(PresentRow));
+             }
+             PrefixWalk walk(rules);
+             for (u64 at = 0; at < bytes.size(); at += sizeof(PresentRow)) {
+               PresentRow row;
+               std::memcpy(&row, bytes.data() + at, sizeof row);
+               if (!walk.step(row.present[0], row.present[1], row.split)) break;
+             }
+             return nb::make_tuple(walk.usable(), walk.unknown_split());
+           },
+           "rows"_a);
+}
+
 void bind_client(nb::module_& module) {
   using namespace nb::literals;
   bind_leases(module);
+  bind_family(module);
   nb::class_<Client>(module, "Client")
       .def(nb::new_(&Client::open), "meta_fd"_a, "client_fd"_a, "segment_fds"_a, "writable"_a)
       .def_prop_ro("epoch", [](const Client& client) { return client.index().epoch(); })
@@ -296,6 +344,21 @@ void bind_client(nb::module_& module) {
              return LeaseBatch{client.acquire(keys.data(), keys.count(), request, true)};
            },
            "keys"_a, "request"_a = 0)
+      .def("match_family",
+           [](Client& client, nb::handle keys_in, const FamilyRules& rules, u64 request) {
+             const Keys keys(keys_in);
+             const PrefixWalk walk = client.match_family(keys.data(), keys.count(), rules, request);
+             return nb::make_tuple(walk.usable(), walk.unknown_split());
+           },
+           "keys"_a, "rules"_a, "request"_a = 0)
+      .def("acquire_family",
+           [](Client& client, nb::handle keys_in, const FamilyRules& rules, u64 request) {
+             const Keys keys(keys_in);
+             PrefixWalk walk(rules);
+             LeaseBatch batch{client.acquire_family(keys.data(), keys.count(), rules, request, walk)};
+             return nb::make_tuple(batch, walk.usable(), walk.unknown_split());
+           },
+           "keys"_a, "rules"_a, "request"_a = 0)
       .def("fetch", &fetch, "key"_a, "member"_a = 0, "request"_a = 0)
       .def("adopt", &adopt, "descriptors"_a)
       .def("writable", &writable, "place"_a, "size"_a)

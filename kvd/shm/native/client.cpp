@@ -119,15 +119,43 @@ void Client::present(const u8* keys, u64 count, PresentRow* rows) const {
   index_.find_each(keys, count, [&](u64 i, const Hit& hit) {
     rows[i] = {};
     if (!hit) return true;
-    const Entry& entry = index_.entry(hit.entry);
-    const PresentRow row{{entry.present[0].load(memory_order_relaxed), entry.present[1].load(memory_order_relaxed)},
-                         entry.split.load(memory_order_relaxed),
-                         entry.members_count.load(memory_order_relaxed),
-                         1,
-                         0};
+    const PresentRow row = present_of(hit.entry);
     if (index_.unchanged(hit)) rows[i] = row;
     return true;
   });
+}
+
+// Acquire: who sees a bit sees the record behind it.
+PresentRow Client::present_of(u32 number) const noexcept {
+  const Entry& entry = index_.entry(number);
+  return {{entry.present[0].load(memory_order_acquire), entry.present[1].load(memory_order_acquire)},
+          entry.split.load(memory_order_relaxed),
+          entry.members_count.load(memory_order_relaxed),
+          1,
+          0};
+}
+
+PrefixWalk Client::match_family(const u8* keys, u64 count, const FamilyRules& rules, u64 request) {
+  check();
+  const Asked asked{request, request != 0 ? now_ns() : 0, keys, count};
+  PrefixWalk walk(rules);
+  Hit deepest;
+  index_.find_each(keys, count, [&](u64, const Hit& hit) {
+    PresentRow row{};
+    if (hit) {
+      row = present_of(hit.entry);
+      if (!index_.unchanged(hit)) row = {};
+    }
+    const u32 before = walk.usable();
+    const bool more = walk.step(row.present[0], row.present[1], row.split);
+    if (walk.usable() != before) deepest = hit;
+    return more;
+  });
+  this->count(count_lookups, 1);
+  this->count(count_keys_asked, count);
+  this->count(count_keys_hit, walk.usable());
+  if (request != 0) touch(touch_match, asked, walk.usable(), walk.usable(), nullptr, deepest, 0);
+  return walk;
 }
 
 // --- leases
@@ -171,6 +199,38 @@ LeaseRef Client::acquire(const u8* keys, u64 count, u64 request, bool each) {
   this->count(count_keys_hit, set->size());
   this->count(count_leases, set->size());
   touch(touch_acquire, asked, set->size(), missed, &*set, {}, 0);
+  return set;
+}
+
+// Hazards on all that may count, one fence, and only then the bits: those that were there at the look-up could be of an
+// older generation. What the prefix does not need is let go at once.
+LeaseRef Client::acquire_family(const u8* keys, u64 count, const FamilyRules& rules, u64 request, PrefixWalk& walk) {
+  check();
+  const Asked asked{request, now_ns(), keys, count};
+  LeaseRef set(new LeaseSet(shared_from_this(), static_cast<u32>(count), static_cast<u32>(count)));
+  PrefixWalk ahead(rules);
+  index_.find_each(keys, count, [&](u64 i, const Hit& hit) {
+    const PresentRow row = hit ? present_of(hit.entry) : PresentRow{};
+    const bool more = ahead.step(row.present[0], row.present[1], row.split);
+    if (hit && (more || ahead.unknown_split() >= 0)) set->add(hit.entry, sg_generation(hit.sg), static_cast<u32>(i));
+    return more;
+  });
+  revalidate(*set, true, false);
+  u32 next = 0;
+  bool more = true;
+  for (u32 i = 0; more && i < set->size(); ++i, ++next) {
+    for (; more && next < (*set)[i].key; ++next) more = walk.step(0, 0, 0);
+    const PresentRow row = present_of((*set)[i].entry);
+    more = more && walk.step(row.present[0], row.present[1], row.split);
+  }
+  for (; more && next < count; ++next) more = walk.step(0, 0, 0);  // a stretch may end where nothing is needed
+  const u64 usable = walk.usable(), first = rules.first_needed(usable);
+  set->keep_if([&](const Leased& item) { return item.key >= first && item.key < usable; });
+  this->count(count_lookups, 1);
+  this->count(count_keys_asked, count);
+  this->count(count_keys_hit, usable);
+  this->count(count_leases, set->size());
+  touch(touch_acquire, asked, usable, usable, &*set, {}, 0);
   return set;
 }
 

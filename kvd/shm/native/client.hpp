@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "family.hpp"
 #include "index.hpp"
 #include "lease.hpp"
 #include "ring.hpp"
@@ -31,6 +32,12 @@ class Client : public std::enable_shared_from_this<Client> {
   u32 match(const u8* keys, u64 count, u64 request);
   void present(const u8* keys, u64 count, PresentRow* rows) const;
   LeaseRef acquire(const u8* keys, u64 count, u64 request, bool each);
+
+  // The same by the rules of a geometry: the longest usable prefix, and leases on the chunks that it needs (the last
+  // ones). A split that the rules do not know shortens the answer and is named by the walk.
+  PrefixWalk match_family(const u8* keys, u64 count, const FamilyRules& rules, u64 request);
+  LeaseRef acquire_family(const u8* keys, u64 count, const FamilyRules& rules, u64 request, PrefixWalk& walk);
+  PresentRow present_of(u32 entry) const noexcept;  // as good as the sg or the hazard that the caller holds
   LeaseSet* fetch(const u8* key, u32 member, u64 request);  // nullptr: a miss
   LeaseRef adopt(const u8* descriptors, u64 count);
   Member member(const Leased& lease, u32 member) const;
