@@ -6,7 +6,7 @@ kvd.layout.chain, which is the reference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvd import limits
@@ -99,6 +99,9 @@ class Chain:
 
     def __len__(self) -> int:
         return self._stop - self._start
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):

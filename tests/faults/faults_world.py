@@ -24,7 +24,14 @@ CHUNKS = 4
 SIZE = 64 << 10
 BACK_WITHIN_S = 5.0  # row B1: everything a dead process held is back by then
 STUCK_S = 30.0
-MANIFEST = {"model": "m", "revision": "r1", "dtype": "bfloat16", "fixed": "*", "tenant": "", "salt": ""}
+MANIFEST: dict[str, Any] = {
+    "model": "m",
+    "revision": "r1",
+    "dtype": "bfloat16",
+    "fixed": "*",
+    "tenant": "",
+    "salt": "",
+}
 
 
 def chain_of(ns: kvd.Namespace, seed: int, chunks: int = CHUNKS) -> kvd.Chain:

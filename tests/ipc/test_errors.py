@@ -43,7 +43,14 @@ from kvd.wire import messages as wire
 CHUNK = 16
 SIZE = 4096
 NOBODY = 65534
-MANIFEST = {"model": "m", "revision": "r1", "dtype": "bfloat16", "fixed": "*", "tenant": "", "salt": ""}
+MANIFEST: dict[str, Any] = {
+    "model": "m",
+    "revision": "r1",
+    "dtype": "bfloat16",
+    "fixed": "*",
+    "tenant": "",
+    "salt": "",
+}
 
 
 def check(error: KvdError, code: str, *said: str, retry: kvd.Retry = kvd.Retry.NEVER) -> None:
@@ -144,7 +151,7 @@ def test_something_else_listens(tmp_path: Path) -> None:
 
 def test_dev_shm_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "file_system_free_bytes", lambda: 64 << 20)
-    config = Config(pool=PoolConfig(size="1GiB", backing="posix"))
+    config = Config(pool=PoolConfig.model_validate({"size": "1GiB", "backing": "posix"}))
     with pytest.raises(CapacityError) as caught:
         check_host(config, resolve(config, 1 << 34, "this machine"))
     check(
@@ -163,7 +170,9 @@ def test_a_pool_larger_than_the_control_group(tmp_path: Path) -> None:
     (group / "memory.max").write_text(f"{1 << 30}\n")
     facts = memory.memory(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        resolve(Config(pool=PoolConfig(size="2GiB")), facts.bound_bytes, facts.bound_source)
+        resolve(
+            Config(pool=PoolConfig.model_validate({"size": "2GiB"})), facts.bound_bytes, facts.bound_source
+        )
     check(caught.value, "KVD-CONFIG-POOL-SIZE", str(2 << 30), str(1 << 30), "kvd/memory.max", "80%")
 
 
