@@ -18,6 +18,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import compress, pairwise
 
 from kvd.core.columns import Numbers, grow
 from kvd.core.events import NONE
@@ -57,6 +58,7 @@ class Forest:
         self.claims: dict[int, int] = {}
         self.namespaces: dict[int, list[int]] = {}  # namespace -> [families, bytes]
         self.splits_count = 0
+        self.orphaned: list[tuple[int, int, int]] = []  # lost key8, key8 and entry: `Leaving` takes them
         self.policy: Policy
         self.pins: Pins
 
@@ -243,6 +245,8 @@ class Forest:
         """The last `count` families of the run have left, and the run with its last; returns their bytes."""
         members = self.members[run]
         run_of = self.run_of
+        if self.first_child[run] != NONE:  # held, or they would have left before
+            self._orphan_children(run, self.key8_of[members[-1]])
         if count == len(members):
             leaving = members
             size_bytes = self.run_bytes[run]
@@ -265,37 +269,35 @@ class Forest:
         return size_bytes
 
     def cut_around(self, run: int, count: int, staying: set[int]) -> list[int]:
-        """As `cut`, but these entries stay. Returns the runs they are in now, none with a hole."""
+        """As `cut`, but these entries stay. Returns the runs they are in now, none with a hole.
+
+        What has lost the family before it is not reachable by its prefix: it becomes a root, so that it does not keep
+        those before the hole.
+        """
         members = self.members[run]
         edge = len(members) - count
-        pieces: list[array[int]] = []
-        holes = True
-        for at, entry in enumerate(members):
-            if at >= edge and entry not in staying:
-                holes = True
-                continue
-            if holes:
-                pieces.append(array("I"))
-                holes = False
-            pieces[-1].append(entry)
-        if not any(entry in staying for entry in members[edge:]):
+        stays = [at < edge or entry in staying for at, entry in enumerate(members)]
+        if not any(stays[edge:]):
             self.cut(run, count)
             return []
-        # What leaves is moved to the end, so that one cut removes it; then the pieces are taken apart from
-        # the front.
-        order: array[int] = array("I")
-        for piece in pieces:
-            order.extend(piece)
-        leaving = len(members) - len(order)
-        order.extend(entry for entry in members[edge:] if entry not in staying)
+        begins = [at for at, here in enumerate(stays) if here and not (at and stays[at - 1])]
+        lost = {members[at]: self.key8_of[members[at - 1]] for at in begins if at}
+        if not stays[-1]:
+            self._orphan_children(run, self.key8_of[members[-1]])
+        # What leaves is moved to the end, so that one cut removes it; then the pieces are split off in front.
+        order: array[int] = array("I", compress(members, stays))
+        lengths = [sum(stays[begin:end]) for begin, end in pairwise((*begins, len(members)))]
+        order.extend(entry for entry, here in zip(members, stays, strict=True) if not here)
         self.members[run] = order
-        if leaving:
-            self.cut(run, leaving)
-        found: list[int] = []
-        for piece in pieces[:-1]:
-            found.append(self.split(run, len(piece)))
-        found.append(run)
-        return [one for one in found if any(entry in staying for entry in self.members[one])]
+        if not all(stays):
+            self.cut(run, stays.count(False))
+        pieces = [self.split(run, length) for length in lengths[:-1]]
+        pieces.append(run)
+        for piece in pieces:
+            first = self.members[piece][0]
+            if first in lost:
+                self._orphan(piece, lost[first])
+        return [piece for piece in pieces if not staying.isdisjoint(self.members[piece])]
 
     def split(self, run: int, count: int) -> int:
         """Make the first `count` families a new run (returned); the rest keeps number, rank and children."""
@@ -393,16 +395,24 @@ class Forest:
         self.first_child[run] = NONE
 
     def _remove(self, run: int) -> None:
-        before = self.parent[run]
-        for child in list(self.children(run)):  # only where something behind it is held and stays
-            self._unlink_child(child)
-            self._link_child(child, before)
         self._unlink_child(run)
         self.pins.removed(run)
         self.policy.removed(run, self.run_bytes[run])
         self.claims.pop(run, None)
         self.members[run] = self.members[0]
         self.run_numbers.give_one(run)
+
+    def _orphan_children(self, run: int, key8: int) -> None:
+        for child in list(self.children(run)):
+            self._orphan(child, key8)
+
+    def _orphan(self, run: int, key8: int) -> None:
+        """The family before this run, whose identity begins with `key8`, has left without it."""
+        self.pins.detach(run)
+        self._unlink_child(run)
+        self._link_child(run, NONE)
+        first = self.members[run][0]
+        self.orphaned.append((key8, self.key8_of[first], first))
 
     def _resize(self, run: int, delta_bytes: int) -> None:
         self.run_bytes[run] += delta_bytes

@@ -107,6 +107,9 @@ class Leaving:
         left.size_bytes = sum(map(forest.bytes_of.__getitem__, plan.entries)) - left.held_bytes
         for run, count in plan.cuts:
             left.held_runs.extend(forest.cut_around(run, count, staying))
+        for lost_key8, key8, entry in forest.orphaned:
+            books.orphans.add_family(lost_key8, key8, entry)
+        forest.orphaned.clear()
         for run in left.held_runs:
             for one in forest.path(run):
                 forest.policy.refreshed(one)

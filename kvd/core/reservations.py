@@ -81,8 +81,8 @@ class Reservation:
 
     __slots__ = (
         "claimed", "client", "entries", "families_count", "family_members", "key8s", "keys", "live_count",
-        "mandatory_count", "members_count", "namespace", "number", "parent_entry", "parent_key8", "places", "promised", "records",
-        "request", "shape", "split", "states",
+        "mandatory_count", "members_count", "namespace", "number", "parent_entry", "parent_key8", "places", "promised",
+        "records", "request", "shape", "split", "states",
     )  # fmt: skip
 
     # filled when granted
