@@ -210,8 +210,9 @@ class Forest:
         self._unlink_child(run)
         self._link_child(run, parent)
         self.pins.attach(run)
-        for one in self.path(parent):  # a prefix is never ranked below its suffix
-            if self.policy.list_of[run] == PROTECTED:
+        protect = self.policy.list_of[run] == PROTECTED  # a prefix is never ranked below its suffix
+        for one in self.path(parent):
+            if protect:
                 self.policy.reused(one, self.run_bytes[one])
             else:
                 self.policy.refreshed(one)

@@ -111,10 +111,13 @@ class CoreMachine(RuleBasedStateMachine):
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def members(self, name: int, choice: int) -> tuple[Member, ...]:
-        """Chains 0 … 2 have one member a family, the others two; who writes which is the writer's choice."""
+        """Chains 0 … 2 have one member a family, the others two (chain 4 a third that is optional)."""
         if name < 3:
             return (Member(0, SIZES[name]),)
         both = (Member(0, SIZES[0]), Member(1, SIZES[1]))
+        if name == 4:
+            optional = (Member(7, SIZES[0]),)
+            return (both, both[:1], optional, both[1:] + optional)[choice]
         return (both, both[:1], both[1:], both[::-1])[choice]
 
     @rule(

@@ -306,7 +306,7 @@ class World:
         matched = 0
         for key in keys:
             entry = self.index.get(key)
-            if entry is None or len(self.families[entry].members) < self.families[entry].family_members:
+            if entry is None or not self.is_complete(entry):
                 break
             matched += 1
         deepest = self.index[keys[matched - 1]] if matched else ev.NONE
@@ -314,6 +314,11 @@ class World:
         touch = ev.Touch(request, self.now_ns, deepest, 0, matched, len(keys), missed, 900, kind, 0)
         self.do(ev.Touched(client, [touch]))
         return matched
+
+    def is_complete(self, entry: int) -> bool:
+        """All mandatory members are there; those numbered higher are optional."""
+        family = self.families[entry]
+        return all(member in family.members for member in range(family.family_members))
 
     def hold(self, client: int, keys: list[bytes]) -> int:
         """Acquire leases on the leading families."""
