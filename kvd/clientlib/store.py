@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -85,28 +87,44 @@ class Store:
     def _attach(self, domain: str) -> None:
         ask = wire.Attach(domain, self.access)
         attached, fds = self._control.attach(ask, deadline_s=self.deadline_s)
+        meta, region, wake, *segments = fds
         try:
-            meta, region, wake, *segments = fds
             self.native = Client(meta, region, segments, self.access == "write")
             self._wake = socket.socket(fileno=os.dup(wake))
-        finally:
-            for fd in fds:
+            self.slot = attached.slot
+            self.segment_bytes = attached.segments
+            self.calls = Calls(self.native, self._wake)
+        except BaseException:
+            for fd in segments:
                 os.close(fd)
-        self.slot = attached.slot
-        self.segment_bytes = attached.segments
-        self.calls = Calls(self.native, self._wake)
-        self._mapper = background.start(self._prefault, "kvd-prefault")
+            raise
+        finally:
+            for fd in (meta, region, wake):
+                os.close(fd)
+        self._mapper = background.start(functools.partial(self._prefault, segments), "kvd-prefault")
 
-    def _prefault(self) -> None:
-        """Map the pool ahead of its use: a page that is touched first in the middle of a copy costs it dearly."""
-        for number, size_bytes in enumerate(self.segment_bytes):
-            for offset in range(0, size_bytes, _PREFAULT_BYTES):
-                if background.leaving.is_set():
-                    return
-                try:
-                    self.native.prefault(number, offset, _PREFAULT_BYTES)
-                except RuntimeError:
-                    return  # closed meanwhile
+    def _prefault(self, segment_fds: list[int]) -> None:
+        """Map the pool ahead of its use: a page that is touched first in the middle of a copy costs it dearly.
+
+        Only what is backed by memory: populating the rest is up to the daemon, which may have been told to leave it.
+        """
+        try:
+            backed = [
+                list(_backed(fd, size_bytes))
+                for fd, size_bytes in zip(segment_fds, self.segment_bytes, strict=True)
+            ]
+        finally:
+            for fd in segment_fds:
+                os.close(fd)
+        for number, ranges in enumerate(backed):
+            for begin, end in ranges:
+                for offset in range(begin, end, _PREFAULT_BYTES):
+                    if background.leaving.is_set():
+                        return
+                    try:
+                        self.native.prefault(number, offset, min(_PREFAULT_BYTES, end - offset))
+                    except RuntimeError:
+                        return  # closed meanwhile
 
     # -- namespaces ---------------------------------------------------------------------------------------
 
@@ -243,6 +261,18 @@ class Admin:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _backed(fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ranges [begin, end) of a segment that have memory."""
+    end = 0
+    while end < size_bytes:
+        try:
+            begin = os.lseek(fd, end, os.SEEK_DATA)
+            end = os.lseek(fd, begin, os.SEEK_HOLE)
+        except OSError:
+            return  # nothing but a hole from here on
+        yield begin, end
 
 
 def _process_name() -> str:

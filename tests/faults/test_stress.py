@@ -36,6 +36,7 @@ class Nursery:
         self.counts = np.memmap(counts, np.uint64, "r").reshape(-1, len(COUNTS))
         self.rng = rng
         self.pids: dict[int, int] = {}
+        self.ended_count = 0  # workers that had ended by themselves
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "stress_workers.py"), socket, str(counts)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
@@ -56,7 +57,7 @@ class Nursery:
 
     def kill(self, row: int) -> None:
         code = self.ask(signal.SIGKILL, self.pids.pop(row))
-        assert code == -signal.SIGKILL, f"worker {row} had ended by itself with {code}"
+        self.ended_count += code != -signal.SIGKILL
 
     def total(self, name: str) -> int:
         return int(self.counts[:, COUNTS.index(name)].sum())
@@ -114,7 +115,8 @@ def run(
             nursery.kill(row)
     finally:
         nursery.close()
-    return running, {**{name: nursery.total(name) for name in COUNTS}, "kills": kills, "stops": stops}
+    counted = {name: nursery.total(name) for name in COUNTS}
+    return running, {**counted, "kills": kills, "stops": stops, "ended": nursery.ended_count}
 
 
 def figures(running: Any, seconds: float, counted: dict[str, int]) -> str:
@@ -139,7 +141,7 @@ def test_no_torn_read_and_no_leak_while_workers_are_killed(
     running, counted = run(daemon, tmp_path, seconds)
     until(lambda: running.call("clients") == [], "the slots of the dead", BACK_WITHIN_S)
     line = figures(running, seconds, counted)
-    assert counted["torn"] == counted["broken"] == 0, line
+    assert counted["torn"] == counted["broken"] == counted["ended"] == 0, line
     left = space(running)
     assert (left["leases"], left["reserved"], left["reservations"], left["limbo"]) == (0, 0, 0, 0)
     assert running.call("clear")["kept"] == {}
@@ -159,4 +161,5 @@ def test_without_the_hazard_scan_torn_reads_are_counted(daemon: Any, tmp_path: P
     """The stress can fail: the daemon reuses what readers hold, and they see it."""
     env = {"PYTHONPATH": str(HERE / "inject"), "FAULTS_LIBRARY": str(library), "KVD_MUTANT": "HAZARD_SCAN"}
     _, counted = run(daemon, tmp_path, 3.0, env)
+    print(counted)
     assert counted["torn"] > 0

@@ -7,6 +7,7 @@ that is not a multiple of the block (tests/unit/layout/test_layout_chain.py); cl
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import socket
@@ -376,3 +377,21 @@ def test_hazards_that_name_nothing_harm_nobody(daemon: Any) -> None:
         for fd in fds:
             os.close(fd)
         control.close()
+
+
+def test_attaching_takes_no_memory_that_the_daemon_left_alone(daemon: Any) -> None:
+    """A pool that is populated when it is used stays empty, although clients map ahead what is there."""
+    running = daemon(pool={"size": "64MiB", "populate": "lazy"})
+
+    def backed_bytes() -> int:
+        found = 0
+        for one in Path(f"/proc/{running.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # connections come and go
+                if "kvd-pool" in os.readlink(one):
+                    found = max(found, 512 * os.stat(one).st_blocks)
+        return found
+
+    with kvd.connect(running.socket) as store:
+        published(store)
+        store._mapper.join()
+        assert 0 < backed_bytes() < 8 << 20
