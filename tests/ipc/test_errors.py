@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import queue
 import socket
 import subprocess
 import sys
+import threading
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +25,7 @@ import pytest
 
 import kvd
 from kvd import limits
+from kvd.clientlib.calls import Calls
 from kvd.clientlib.control import Control
 from kvd.config import Config, PoolConfig, resolve
 from kvd.errors import (
@@ -38,7 +41,7 @@ from kvd.errors import (
 from kvd.layout.chain import check_chunk_tokens
 from kvd.probe import memory
 from kvd.server.app import check_host
-from kvd.shm.messages import Sq
+from kvd.shm.messages import Cq, Sq
 from kvd.wire import messages as wire
 
 CHUNK = 16
@@ -395,3 +398,60 @@ def test_attaching_takes_no_memory_that_the_daemon_left_alone(daemon: Any) -> No
         published(store)
         store._mapper.join()
         assert 0 < backed_bytes() < 8 << 20
+
+
+class SlowRings:
+    """Rings of a daemon that answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: queue.Queue[int] = queue.Queue()
+        self.answers: queue.Queue[tuple[int, int, bytes]] = queue.Queue()
+        self.changed = threading.Event()
+
+    def submit(self, type: int, op: int, payload: bytes, /) -> int:
+        self.asked.put(op)
+        return 1
+
+    def answer(self, op: int) -> None:
+        self.answers.put((Cq.PONG, op, b""))
+        self.changed.set()
+
+    def poll(self, frames_max: int, /) -> list[tuple[int, int, bytes]]:
+        self.changed.clear()
+        return [self.answers.get() for _ in range(self.answers.qsize())]
+
+    def wait(self, wake_fd: int, timeout_ns: int, /) -> int:
+        return int(self.changed.wait(timeout_ns / 1e9))
+
+    def may_sleep(self) -> bool:
+        return self.answers.empty()
+
+    def awake(self) -> None:
+        return
+
+
+@pytest.mark.slow
+def test_a_call_that_is_not_answered_does_not_hold_up_another() -> None:
+    """One thread waits for both; the other has its answer at once, not when the first gives up."""
+    rings = SlowRings()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        calls = Calls(rings, ours)
+        results: list[object] = []
+
+        def ask(deadline_s: float) -> None:
+            try:
+                results.append(calls.call(Sq.PING, b"", deadline_s))
+            except UnavailableError as error:
+                results.append(error)
+
+        first = threading.Thread(target=ask, args=(3,))
+        first.start()
+        rings.asked.get(timeout=5)
+        second = threading.Thread(target=ask, args=(60,))
+        second.start()
+        rings.answer(rings.asked.get(timeout=5))
+        second.join(2)
+        assert results == [(Cq.PONG, b"")]
+        first.join()
+        assert isinstance(results[1], UnavailableError)
