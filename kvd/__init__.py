@@ -6,6 +6,11 @@
     with ns.acquire(chain) as leases:
         view = leases[0].view
 
+    geom = kvd.Geometry.from_hf_config("config.json", dtype="bfloat16")
+    cache = ns.register(kvd.PagedLayout("vllm-hnd", ...), tensors, geom=geom)
+    with ns.acquire(chain, geom) as leases:
+        leases.scatter(cache, block_ids)
+
 Importing this package is light: the client and its native part are loaded when first used.
 """
 
@@ -32,13 +37,20 @@ from kvd.types import Descriptor, Member, Outcome
 from kvd.version import VERSION
 
 if TYPE_CHECKING:
+    from kvd.clientlib.caches import EngineCache
     from kvd.clientlib.chain import Chain
+    from kvd.clientlib.families import FamilyLeases
     from kvd.clientlib.leases import Lease, Leases
     from kvd.clientlib.namespace import Namespace
     from kvd.clientlib.store import Admin, Store, connect, connect_async
     from kvd.clientlib.writes import Write, Writes
     from kvd.layout.encoding import FIXED
+    from kvd.layout.family import Completeness
+    from kvd.layout.geometry import Geometry, Group, Plane, Rule, Scales
     from kvd.layout.manifest import Manifest
+    from kvd.layout.paged import PagedLayout
+    from kvd.layout.shards import Objects, Rank, Split
+    from kvd.layout.states import StateLayout
     from kvd.shm.messages import Granted, Published
 
 __version__ = VERSION
@@ -46,13 +58,26 @@ __version__ = VERSION
 _LAZY = {
     "Admin": "kvd.clientlib.store",
     "Chain": "kvd.clientlib.chain",
+    "Completeness": "kvd.layout.family",
+    "EngineCache": "kvd.clientlib.caches",
     "FIXED": "kvd.layout.encoding",
+    "FamilyLeases": "kvd.clientlib.families",
+    "Geometry": "kvd.layout.geometry",
     "Granted": "kvd.shm.messages",
+    "Group": "kvd.layout.geometry",
     "Lease": "kvd.clientlib.leases",
     "Leases": "kvd.clientlib.leases",
     "Manifest": "kvd.layout.manifest",
     "Namespace": "kvd.clientlib.namespace",
+    "Objects": "kvd.layout.shards",
+    "PagedLayout": "kvd.layout.paged",
+    "Plane": "kvd.layout.geometry",
     "Published": "kvd.shm.messages",
+    "Rank": "kvd.layout.shards",
+    "Rule": "kvd.layout.geometry",
+    "Scales": "kvd.layout.geometry",
+    "Split": "kvd.layout.shards",
+    "StateLayout": "kvd.layout.states",
     "Store": "kvd.clientlib.store",
     "Write": "kvd.clientlib.writes",
     "Writes": "kvd.clientlib.writes",
@@ -61,10 +86,12 @@ _LAZY = {
 }
 
 __all__ = [
-    "FIXED", "Admin", "CapacityError", "Chain", "CompatibilityError", "ConfigError", "CorruptionError", "Descriptor",
-    "Granted", "InvariantError", "KvdError", "Lease", "Leases", "LifecycleError", "Manifest", "Member", "Namespace",
-    "Outcome", "ProtocolError", "Published", "Retry", "Store", "UnavailableError", "UsageError", "ViewsAliveError",
-    "Write", "Writes", "__version__", "connect", "connect_async",
+    "FIXED", "Admin", "CapacityError", "Chain", "CompatibilityError", "Completeness", "ConfigError",
+    "CorruptionError", "Descriptor", "EngineCache", "FamilyLeases", "Geometry", "Granted", "Group",
+    "InvariantError", "KvdError", "Lease", "Leases", "LifecycleError", "Manifest", "Member", "Namespace",
+    "Objects", "Outcome", "PagedLayout", "Plane", "ProtocolError", "Published", "Rank", "Retry", "Rule", "Scales",
+    "Split", "StateLayout", "Store", "UnavailableError", "UsageError", "ViewsAliveError", "Write", "Writes",
+    "__version__", "connect", "connect_async",
 ]  # fmt: skip
 
 

@@ -7,16 +7,23 @@ Local and lock-free: chain, match, lookup, acquire, adopt. Through the daemon, w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
 
 from kvd import limits
 from kvd.clientlib import calls
+from kvd.clientlib.caches import EngineCache
 from kvd.clientlib.chain import Chain
+from kvd.clientlib.families import Families, FamilyLeases, group_number, rank_of
 from kvd.clientlib.leases import Leases
 from kvd.clientlib.native_errors import NATIVE, translate
-from kvd.clientlib.writes import Writes, check_members
-from kvd.errors import LifecycleError, UsageError
+from kvd.clientlib.writes import Writes, check_members, none_to_write
+from kvd.errors import CompatibilityError, LifecycleError, UsageError
+from kvd.layout.geometry import Geometry
 from kvd.layout.manifest import Manifest
+from kvd.layout.paged import PagedLayout
+from kvd.layout.shards import Objects, Part, Rank, Split
+from kvd.layout.states import StateLayout
 from kvd.shm import messages
 from kvd.shm.messages import Cq, Reserve, Sq
 from kvd.types import Member
@@ -32,6 +39,8 @@ class Namespace:
         self._store = store
         self.manifest = manifest
         self._number: int | None = None
+        self._families: dict[tuple[int, int], Families] = {}  # by id: a Families keeps its geometry
+        self._caches: dict[tuple[str, int, Rank], EngineCache] = {}
 
     def chain(
         self,
@@ -56,24 +65,68 @@ class Namespace:
         """A chain of identities that are known already (n × 32 bytes), e.g. handed over by a scheduler."""
         return Chain.of_identities(self.manifest.root, chunk_tokens, identities)
 
-    def match(self, chain: Chain, *, request: str | None = None) -> int:
-        """How many leading chunks are here, whole. Microseconds; no daemon, no lease, no protection."""
+    # -- reading ------------------------------------------------------------------------------------------
+
+    def match(
+        self,
+        chain: Chain,
+        geom: Geometry | None = None,
+        *,
+        prompt_tokens: int | None = None,
+        request: str | None = None,
+    ) -> int:
+        """How many leading chunks are here. Microseconds; no daemon, no lease, no protection.
+
+        Without a geometry: families that are whole. With one: the usable prefix, by the rule of each group, whatever
+        split wrote the chunks, and never the chunk of the prompt's last token (`prompt_tokens`, where the chain was
+        made of hashes or identities and cannot know it).
+        """
+        number = self._store.request(request)
         try:
-            return self._store.native.match(chain.identities, self._store.request(request))
+            if geom is None:
+                return self._store.native.match(chain.identities, number)
+            families = self.families(geom, chain.chunk_tokens)
+            return families.match(self._store.native, families.asked(chain, prompt_tokens), number)
         except NATIVE as error:
             raise translate(error) from None
 
-    def acquire(self, chain: Chain, *, request: str | None = None) -> Leases:
-        """Leases on the leading chunks that are here; `len()` says how many. Use as a context manager."""
+    @overload
+    def acquire(self, chain: Chain, geom: None = None, *, request: str | None = None) -> Leases: ...
+    @overload
+    def acquire(
+        self, chain: Chain, geom: Geometry, *, prompt_tokens: int | None = None, request: str | None = None
+    ) -> FamilyLeases: ...
+    def acquire(
+        self,
+        chain: Chain,
+        geom: Geometry | None = None,
+        *,
+        prompt_tokens: int | None = None,
+        request: str | None = None,
+    ) -> Leases:
+        """Leases on the leading chunks that are here; `len()` says how many. Use as a context manager.
+
+        With a geometry: on what the usable prefix needs (`FamilyLeases`), as `match` finds it.
+        """
+        store, number = self._store, self._store.request(request)
         try:
-            native = self._store.native.acquire(chain.identities, self._store.request(request))
+            if geom is None:
+                native = store.native.acquire(chain.identities, number)
+                return Leases(native, chain, verify=store.verify_reads)
+            families = self.families(geom, chain.chunk_tokens)
+            asked = families.asked(chain, prompt_tokens)
+            return families.acquire(store.native, asked, number, verify=store.verify_reads)
         except NATIVE as error:
             raise translate(error) from None
-        return Leases(native, chain, verify=self._store.verify_reads)
 
-    def adopt(self, exported: bytes, chain: Chain) -> Leases:
+    @overload
+    def adopt(self, exported: bytes, chain: Chain, geom: None = None) -> Leases: ...
+    @overload
+    def adopt(self, exported: bytes, chain: Chain, geom: Geometry) -> FamilyLeases: ...
+    def adopt(self, exported: bytes, chain: Chain, geom: Geometry | None = None) -> Leases:
         """Take own leases on what another process of this request exported, before it lets go of its own.
 
+        With a geometry, `chain` is the usable prefix: `chain[:leases.usable_chunks]` of the process that exported.
         Raises LifecycleError naming the first chunk that changed meanwhile: then nothing is held.
         """
         try:
@@ -87,7 +140,72 @@ class Namespace:
                 f"chunk {missing} of the exported leases is gone: its generation or epoch has passed",
                 code="adopt", chunk=missing,
             )  # fmt: skip
-        return Leases(native, chain, verify=self._store.verify_reads)
+        verify = self._store.verify_reads
+        if geom is None:
+            return Leases(native, chain, verify=verify)
+        return self.families(geom, chain.chunk_tokens).adopted(native, chain, verify=verify)
+
+    # -- what the bytes mean ------------------------------------------------------------------------------
+
+    def families(self, geom: Geometry, chunk_tokens: int) -> Families:
+        """What is known of a geometry at one chunk size; made once. Raises CompatibilityError(geometry)."""
+        found = self._families.get((id(geom), chunk_tokens))
+        if found is None:
+            self._check_geometry(geom)
+            found = self._families[id(geom), chunk_tokens] = Families(geom, chunk_tokens)
+        return found
+
+    def _check_geometry(self, geom: Geometry) -> None:
+        named = self.manifest.extra.get("geometry")
+        if named is not None and named != geom.fingerprint:
+            raise CompatibilityError(
+                f"the manifest names geometry {named}, this one is {geom.fingerprint}: another geometry is another "
+                "namespace",
+                code="geometry", manifest=str(named), given=geom.fingerprint,
+            )  # fmt: skip
+
+    def register(
+        self,
+        layout: PagedLayout | StateLayout,
+        tensors: Sequence[Any],
+        *,
+        geom: Geometry,
+        group: str | int | None = None,
+        split: Split | None = None,
+        rank: int | Rank | None = None,
+        name: str = "kv",
+    ) -> EngineCache:
+        """Register the tensors in which an engine rank keeps one group, for `Writes.gather` and `FamilyLeases.scatter`.
+
+        `tensors`: torch tensors on the CPU, numpy arrays, or flat buffers, in the order of the layout's letters; each
+        is compared with the layout. `group`: by name ("full", "window 4096", "state") or number, where there are more.
+        `split` and `rank` say which rank this is; without them the layout's first_layer, first_head and extents do.
+        Raises CompatibilityError(paged) for a layout that is not of this geometry, that does not describe the tensors,
+        or that is not the one registered under this name before (until that cache is closed).
+        """
+        self._check_geometry(geom)
+        number = group_number(geom, group)
+        key = (name, number, rank_of(rank) or Rank())
+        known = self._caches.get(key)
+        if known is not None:
+            if type(known.layout) is not type(layout):
+                raise CompatibilityError(
+                    f"a {type(known.layout).__name__} is registered as {name!r}, not a {type(layout).__name__}",
+                    code="paged",
+                )
+            known.layout.check_same(layout)  # type: ignore[arg-type]
+        cache = EngineCache(
+            geom, number, layout, tensors, split or Split(), rank_of(rank) or Rank(), self._forget
+        )
+        self._caches[key] = cache
+        return cache
+
+    def _forget(self, cache: EngineCache) -> None:
+        for key, known in list(self._caches.items()):
+            if known is cache:
+                del self._caches[key]
+
+    # -- writing ------------------------------------------------------------------------------------------
 
     def reserve(
         self,
@@ -96,25 +214,31 @@ class Namespace:
         *,
         members: Sequence[Member] | None = None,
         family_members: int | None = None,
-        split: int = 0,
+        geom: Geometry | None = None,
+        split: int | Split = 0,
+        rank: int | Rank | None = None,
+        groups: Sequence[str | int] | None = None,
         skip_pending: bool = False,
         request: str | None = None,
         deadline_s: float | None = None,
     ) -> Writes:
-        """Reserve a slot for every chunk of `chain` that is not present: one object of `nbytes`, or these `members`.
+        """Reserve a slot for every chunk of `chain` that is not present: one object of `nbytes`, or these `members`, or
+        with `geom` the objects of a `split` that `rank` stores (a number is a tensor rank; None: those of all ranks).
 
-        `family_members`: how many members make a chunk complete (default: as many as are written here).
+        `family_members`: how many members, numbered first, make a chunk complete (default: all that are written here).
+        `groups`: only these groups of the geometry; states are usually stored at some boundaries only.
         `skip_pending`: leave out what another client is writing. Raises CapacityError (pool full of leased, pinned or
         unwritten data; object too large), UnavailableError (daemon gone, deadline), UsageError.
         """
-        parts, payload = self._reservation(
-            chain, nbytes, members, family_members, split, skip_pending, self._store.request(request),
-            self._store.namespace_number(self),
-        )  # fmt: skip
+        wanted = self._wanted(chain, nbytes, members, family_members, geom, split, rank, groups)
         limit = self._store.deadline_s if deadline_s is None else deadline_s
+        if not wanted.parts:
+            return wanted.writes(self._store, chain, limit, none_to_write())
+        payload = self._payload(
+            chain, wanted, skip_pending, self._store.request(request), self._store.namespace_number(self)
+        )
         answer = self._store.calls.call(Sq.RESERVE, payload, limit)
-        reserved = calls.expect(Cq.RESERVED, answer)
-        return Writes(self._store.native, self._store.calls, chain, parts, limit, reserved)
+        return wanted.writes(self._store, chain, limit, calls.expect(Cq.RESERVED, answer))
 
     async def reserve_async(
         self,
@@ -123,40 +247,52 @@ class Namespace:
         *,
         members: Sequence[Member] | None = None,
         family_members: int | None = None,
-        split: int = 0,
+        geom: Geometry | None = None,
+        split: int | Split = 0,
+        rank: int | Rank | None = None,
+        groups: Sequence[str | int] | None = None,
         skip_pending: bool = False,
         request: str | None = None,
         deadline_s: float | None = None,
     ) -> Writes:
         """As `reserve`, without blocking the loop: `async with await ns.reserve_async(...) as writes`."""
-        number = await self._store.namespace_number_async(self)
-        parts, payload = self._reservation(
-            chain, nbytes, members, family_members, split, skip_pending, self._store.request(request), number
-        )
+        wanted = self._wanted(chain, nbytes, members, family_members, geom, split, rank, groups)
         limit = self._store.deadline_s if deadline_s is None else deadline_s
+        if not wanted.parts:
+            return wanted.writes(self._store, chain, limit, none_to_write())
+        number = await self._store.namespace_number_async(self)
+        payload = self._payload(chain, wanted, skip_pending, self._store.request(request), number)
         answer = await self._store.calls.call_async(Sq.RESERVE, payload, limit)
-        reserved = calls.expect(Cq.RESERVED, answer)
-        return Writes(self._store.native, self._store.calls, chain, parts, limit, reserved)
+        return wanted.writes(self._store, chain, limit, calls.expect(Cq.RESERVED, answer))
 
-    def _reservation(
+    def _wanted(
         self,
         chain: Chain,
         nbytes: int | None,
         members: Sequence[Member] | None,
         family_members: int | None,
-        split: int,
-        skip_pending: bool,
-        request: int,
-        number: int,
-    ) -> tuple[tuple[Member, ...], bytes]:
-        parts = check_members(members, nbytes)
+        geom: Geometry | None,
+        split: int | Split,
+        rank: int | Rank | None,
+        groups: Sequence[str | int] | None,
+    ) -> _Wanted:
         if not len(chain):
             raise UsageError("there is nothing to reserve: the chain has no chunk", code="empty")
+        if geom is not None:
+            if nbytes is not None or members is not None or family_members is not None:
+                raise UsageError(
+                    "a geometry says what the members are: give geom=, or nbytes=, or members=",
+                    code="members",
+                )
+            return self._wanted_of(self.families(geom, chain.chunk_tokens), split, rank, groups)
+        if rank is not None or groups is not None or isinstance(split, Split):
+            raise UsageError("rank=, groups= and a Split mean something only with geom=", code="members")
+        parts = check_members(members, nbytes)
         complete = len(parts) if family_members is None else family_members
         if family_members is None and max(m.index for m in parts) >= complete:
             raise UsageError(
-                f"members {[m.index for m in parts]} are not 0 … {complete - 1}: say with family_members= how many make "
-                "a chunk complete",
+                f"members {[m.index for m in parts]} are not 0 … {complete - 1}: say with family_members= how many "
+                "make a chunk complete",
                 code="members",
             )  # fmt: skip
         if not 0 < complete <= limits.members_per_family_max:
@@ -165,11 +301,51 @@ class Namespace:
                 "complete (higher member numbers are optional)",
                 code="members", family_members=complete,
             )  # fmt: skip
-        calls.check_batch(len(chain), len(parts))
-        message = Reserve(
-            request, number, split, complete, skip_pending, chain.parent, parts, bytes(chain.identities)
+        return _Wanted(parts, complete, split)
+
+    @staticmethod
+    def _wanted_of(
+        families: Families,
+        split: int | Split,
+        rank: int | Rank | None,
+        groups: Sequence[str | int] | None,
+    ) -> _Wanted:
+        objects, one = families.objects(split), rank_of(rank)
+        parts: Sequence[Part] = objects.parts
+        if one is not None:
+            parts = objects.writes(tp_rank=one.tp, pp_rank=one.pp, cp_rank=one.cp)
+        if groups is not None:
+            chosen = {group_number(families.geometry, group) for group in groups}
+            parts = [part for part in parts if part.group in chosen]
+        members = tuple(part.member for part in parts)
+        return _Wanted(members, objects.mandatory_count, objects.split.code, families, objects)
+
+    @staticmethod
+    def _payload(chain: Chain, wanted: _Wanted, skip_pending: bool, request: int, number: int) -> bytes:
+        calls.check_batch(len(chain), len(wanted.parts))
+        return messages.pack_reserve(
+            Reserve(
+                request, number, wanted.split, wanted.complete, skip_pending, chain.parent, wanted.parts,
+                bytes(chain.identities),
+            )
         )  # fmt: skip
-        return parts, messages.pack_reserve(message)
 
     def __repr__(self) -> str:
         return f"<Namespace {self.manifest.model} {self.manifest.short}>"
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What a reservation asks for, for each chunk."""
+
+    parts: tuple[Member, ...]
+    complete: int
+    split: int
+    families: Families | None = None
+    objects: Objects | None = None
+
+    def writes(self, store: Store, chain: Chain, limit_s: float, answer: bytes) -> Writes:
+        """The reservation that the daemon's answer made."""
+        return Writes(
+            store.native, store.calls, chain, self.parts, limit_s, answer, self.families, self.objects
+        )

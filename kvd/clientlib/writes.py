@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvd import limits
-from kvd.clientlib import calls
+from kvd.clientlib import caches, calls
 from kvd.clientlib.native_errors import NATIVE, translate
 from kvd.errors import LifecycleError, UsageError, ViewsAliveError
 from kvd.shm import compute, messages
@@ -23,8 +23,11 @@ from kvd.shm.messages import Cq, Granted, Published, Sq
 from kvd.types import Member
 
 if TYPE_CHECKING:
+    from kvd.clientlib.caches import BlockIds, EngineCache
     from kvd.clientlib.calls import Calls
     from kvd.clientlib.chain import Chain
+    from kvd.clientlib.families import Families
+    from kvd.layout.shards import Objects
     from kvd.shm._native import Client, WritableView
 
 _OPEN, _DONE = 0, 1
@@ -43,16 +46,20 @@ class Writes(Sequence["Write"]):
         members: Sequence[Member],
         deadline_s: float,
         answer: bytes,
+        families: Families | None = None,
+        objects: Objects | None = None,
     ) -> None:
         self._client = client
         self._calls = calls_
         self._chain = chain
         self._members = tuple(members)
         self._deadline_s = deadline_s
+        self._families, self._objects = families, objects
         self.reservation, self._places, self._granted = messages.parse_reserved(answer)
         count = len(self._granted)
         self._checksums = array("Q", bytes(8 * count))
         self._filled = bytearray(count)
+        self._touched = bytearray(count)  # its slot was filled, or handed out to be filled in place
         self._state = bytearray(count)
         self._views: dict[int, WritableView] = {}
         self._seeds: dict[int, memoryview] = {}
@@ -88,11 +95,43 @@ class Writes(Sequence["Write"]):
             if source is not None and self._granted[position] == _GRANTED:
                 self._fill(position, source)
 
+    def gather(self, cache: EngineCache, block_ids: BlockIds) -> int:
+        """Fill the granted items of `cache`'s group from the engine's blocks; returns the bytes copied.
+
+        `block_ids` holds the blocks of every chunk of this reservation in turn; of a state cache its one slot a chunk.
+        One native call for each member. Only for reservations with a geometry. Raises CompatibilityError naming a
+        member of which this rank has only a piece.
+        """
+        families, objects = self._families, self._objects
+        if families is None or objects is None:
+            raise UsageError("gather needs a reservation with geom= and split=", code="geometry")
+        cache.check_open()
+        copied, width = 0, len(self._members)
+        for position, member in enumerate(self._members):
+            copies = cache.write(families, objects, objects[member.index])
+            if copies is None:
+                continue
+            rows = [
+                row for row, item in enumerate(range(position, len(self), width))
+                if self._granted[item] == _GRANTED and self._state[item] == _OPEN
+            ]  # fmt: skip
+            chosen = caches.rows_of(block_ids, copies.blocks_per_chunk, len(self) // width, rows)
+            if not rows:  # all present, or being written by others
+                continue
+            items = [row * width + position for row in rows]
+            views = [self._view(item) for item in items]
+            compute.gather(copies.native, views, copies.tensors(cache), chosen)
+            for item in items:
+                self._touched[item] = 1
+            copied += copies.native.moved_bytes * len(rows)
+        return copied
+
     def publish(self) -> list[Published]:
         """Publish every granted item that is not published yet; returns one result an item (`Published`).
 
-        SKIPPED: was not ours. PRESENT: another writer was first, which is as good. Raises ViewsAliveError while arrays
-        or slices made of a writable view live, LifecycleError when the reservation is over.
+        SKIPPED: was not ours; with a geometry also: was never filled, and stays reserved. PRESENT: another writer was
+        first, which is as good. Raises ViewsAliveError while arrays or slices made of a writable view live,
+        LifecycleError when the reservation is over.
         """
         payloads = self._publications(range(len(self)))
         for first, payload in payloads:
@@ -196,7 +235,7 @@ class Writes(Sequence["Write"]):
                 code="size", size_bytes=given.nbytes, expected_bytes=view.nbytes,
             )  # fmt: skip
         self._checksums[position] = compute.copy_checksum(view, source, self._seed(position))
-        self._filled[position] = 1
+        self._filled[position] = self._touched[position] = 1
 
     def _retire(self, position: int) -> None:
         handle = self._views.pop(position, None)
@@ -207,6 +246,8 @@ class Writes(Sequence["Write"]):
         """PUBLISH payloads for the granted, open items among `positions`; computes missing checksums."""
         granted, state = self._granted, self._state
         due = [i for i in positions if granted[i] == _GRANTED and state[i] == _OPEN]
+        if self._objects is not None:  # what a rank did not fill holds whatever lay there before
+            due = [i for i in due if self._touched[i]]
         for position in due if self._views else ():
             handle = self._views.get(position)
             if handle is not None and handle.exports:
@@ -281,7 +322,9 @@ class Write:
     @property
     def view(self) -> memoryview:
         """The slot, writable. Raises LifecycleError when it is not ours (any more)."""
-        return self._writes._view(self._position)
+        view = self._writes._view(self._position)
+        self._writes._touched[self._position] = 1
+        return view
 
     def fill(self, source: Any) -> None:
         """Copy a contiguous buffer of exactly the slot's size, checksum included."""
@@ -301,6 +344,11 @@ def _stretches(positions: list[int]) -> list[tuple[int, int]]:
         else:
             stretches.append((position, 1))
     return stretches
+
+
+def none_to_write() -> bytes:
+    """The answer to a reservation that was not worth asking for: this rank stores nothing."""
+    return messages.pack_reserved(0, array("Q"), b"")
 
 
 def check_members(members: Sequence[Member] | None, nbytes: int | None) -> tuple[Member, ...]:

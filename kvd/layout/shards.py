@@ -11,7 +11,8 @@ its bytes are the canonical format, version 1 (docs/design/layout.md):
 A head range of one layer is one contiguous run, and so is a layer: re-sharding along heads copies one run a
 layer, loading layer by layer one run a layer.
 
-Members of a family are numbered densely in the order group, pipeline stage, context rank, head shard. A
+Members of a family are numbered densely in the order group, pipeline stage, context rank, head shard; full
+attention comes first, so that the members that make a family complete have the lowest numbers. A
 group with fewer heads than ranks (MQA, MLA, GQA at high TP) is stored once and read by several ranks.
 """
 
@@ -159,6 +160,15 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
+class Rank:
+    """Which rank of a split: tensor, pipeline and context rank, each from 0."""
+
+    tp: int = 0
+    pp: int = 0
+    cp: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """One object of a family: the bytes of one group that one shard holds.
 
@@ -271,8 +281,19 @@ class Objects:
 
     @property
     def members_count(self) -> int:
-        """Members of a complete family."""
+        """Members of a family that has everything."""
         return len(self.parts)
+
+    @cached_property
+    def mandatory_count(self) -> int:
+        """Members that make a family complete, numbered first: those of the full-attention groups, or, where none is
+        full, of the first group.
+
+        The others are optional: windows and states, which the rules of `kvd.layout.family` ask for where needed.
+        """
+        groups = self.geometry.groups
+        full = [number for number, group in enumerate(groups) if group.rule is Rule.FULL] or [0]
+        return sum(part.group in full for part in self.parts)
 
     @property
     def chunk_bytes(self) -> int:

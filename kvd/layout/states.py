@@ -6,11 +6,12 @@ sequence. The plan has the same form as that of a paged layout, with one block, 
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Final
 
 from kvd.errors import CompatibilityError, UsageError
-from kvd.layout import strided
+from kvd.layout import encoding, strided
 from kvd.layout.geometry import LAYERS_MAX, Group, Plane, Rule, count
 from kvd.layout.paged import BLOCKS_MAX, Entry, PagedPlan, loops_product
 from kvd.layout.shards import Part, band_layouts
@@ -72,6 +73,29 @@ class StateLayout:
             raise UsageError(
                 "state layout: first_heads has one entry a plane", code="paged", field="first_heads"
             )
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hex digits that name tensors, planes and where this rank's layers and heads begin."""
+        described = {
+            "tensors": [list(names) for names in self.tensors], "layers": self.layers, "first_layer": self.first_layer,
+            "first_heads": list(self.first_heads), "planes": [[p.name, p.heads, p.dim, p.dtype] for p in self.planes],
+        }  # fmt: skip
+        return hashlib.sha256(b"kvd-states-v1\0" + encoding.encode(described)).hexdigest()[:32]
+
+    def check_same(self, other: StateLayout) -> None:
+        """Refuse a layout that is not the registered one, naming the fields that differ."""
+        if self.fingerprint == other.fingerprint:
+            return
+        names = ("tensors", "planes", "layers", "first_layer", "first_heads")
+        differ = [
+            f"{name}: {getattr(self, name)!r} registered, {getattr(other, name)!r} now"
+            for name in names if getattr(self, name) != getattr(other, name)
+        ]  # fmt: skip
+        raise CompatibilityError(
+            f"this state layout is not the registered one ({'; '.join(differ)}); register again under the new layout",
+            code="paged", registered=self.fingerprint, found=other.fingerprint,
+        )  # fmt: skip
 
     def slot_bytes(self, tensor: int) -> int:
         """Bytes of one slot of a tensor (0-based within a layer)."""
