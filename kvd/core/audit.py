@@ -154,11 +154,10 @@ def _policy(books: Books) -> None:
             _require(policy.list_of[run] == in_list, f"run {run} is in another list than it says")
         _require(size_bytes == policy.list_bytes[in_list], "bytes of a list are wrong")
     _require(listed == Counter(forest.runs()), "a run is missing in the policy, or there twice")
+    warmth = {run: (policy.list_of[run], at) for at, run in enumerate(listed)}
     for run in forest.runs():
         parent = forest.parent[run]
-        _require(
-            parent == NONE or policy.list_of[parent] >= policy.list_of[run], "a prefix ranks below its suffix"
-        )
+        _require(parent == NONE or warmth[parent] > warmth[run], "a prefix ranks below its suffix")
 
 
 def _pins(books: Books) -> None:

@@ -127,6 +127,7 @@ class Pins:
     def _add(self, run: int, soft: int, hard: int) -> None:
         for one in list(self._forest.path(run)):
             self._change(one, soft, hard)
+            self._forest.policy.refreshed(one)  # those before it are the warmer ones again
 
     def _change(self, run: int, soft: int, hard: int) -> None:
         before = self.kind(run)
