@@ -69,7 +69,7 @@ class Core:
         self._administration = Administration(books, space, self._leaving)
         self._waiting: tuple[int, Flow[Any]] | None = None  # for Published or Evicted: token, operation
         self._later: dict[int, Flow[Any]] = {}  # for Again
-        self._flows: dict[type[object], Callable[[Any], Flow[Any]]] = {
+        self._flows: dict[type[object], Callable[[Any], Flow[Any] | None]] = {
             Reserve: reserving.reserve,
             Publish: self._publishing.publish,
             Clear: self._administration.clear,
@@ -106,7 +106,9 @@ class Core:
             if flow is not None:
                 self._run(flow, event)  # type: ignore[arg-type]
         elif (start := self._flows.get(kind)) is not None:
-            self._run(start(event), None)
+            flow = start(event)
+            if flow is not None:
+                self._run(flow, None)
         else:
             self._calls[kind](event)
         flags = books.forest.pins.flag_changes

@@ -33,7 +33,8 @@ class Shape:
     """What the items of a family are like: the same for all families of a batch, and for most batches of a client."""
 
     __slots__ = (
-        "class_set", "classes", "family_bytes", "indexes", "members", "members_count", "ranges", "sizes", "slot_bytes",
+        "class_set", "classes", "family_bytes", "index_max", "indexes", "members", "members_count", "ranges", "sizes",
+        "slot_bytes",
     )  # fmt: skip
 
     def __init__(self, members: tuple[Member, ...], slots: Slots) -> None:
@@ -45,6 +46,7 @@ class Shape:
         self.members = members
         self.members_count = len(members)
         self.indexes = bytes(indexes)
+        self.index_max = max(indexes)
         self.classes = [slots.class_for(member.size_bytes) for member in members]
         self.slot_bytes = [size_class.slot_bytes for size_class in self.classes]
         self.family_bytes = sum(self.slot_bytes)
@@ -105,7 +107,9 @@ class Reservation:
         self.members_count = shape.members_count
         self.split = event.split
         self.family_members = event.family_members  # mandatory ones; a member numbered higher is optional
-        self.mandatory_count = sum(index < event.family_members for index in shape.indexes)
+        self.mandatory_count = shape.members_count
+        if shape.index_max >= event.family_members:
+            self.mandatory_count = sum(index < event.family_members for index in shape.indexes)
         self.parent_entry = event.parent_entry  # NONE: a root, or its family is not there (yet, any more)
         self.parent_key8 = event.parent_key8
         # families as known: those that were there and those that this reservation published. All claimed, so
@@ -156,7 +160,9 @@ class Pending:
     def add(self, member: int, key8s: Iterable[int]) -> None:
         """Items of these families are live now."""
         keys = list(key8s)
-        counts = self._by_member.setdefault(member, {})
+        counts = self._by_member.get(member)
+        if counts is None:
+            counts = self._by_member[member] = {}
         fresh = dict.fromkeys(keys, 1)
         if len(fresh) == len(keys) and counts.keys().isdisjoint(fresh):
             counts.update(fresh)

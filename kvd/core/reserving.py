@@ -36,16 +36,16 @@ class Reserving:
         self._space = space
         self._leaving = leaving
 
-    def reserve(self, event: Reserve) -> Flow[None]:
-        """Grant what is not there yet, making room for it."""
-        books = self._books
-        books.counters["reserves"] += 1
+    def reserve(self, event: Reserve) -> Flow[None] | None:
+        """Grant what is not there yet. The rest of the operation, if room has to be made for it first."""
+        self._books.counters["reserves"] += 1
         try:
-            yield from self._reserve(event)
+            return self._reserve(event)
         except UsageError as error:
             self._refuse(event, error, "usage_refusals")
         except CapacityError as error:
             self._refuse(event, error, "capacity_refusals")
+        return None
 
     def _refuse(self, event: Reserve, error: KvdError, counter: str) -> None:
         books = self._books
@@ -53,7 +53,7 @@ class Reserving:
         books.journal.failed(event.request, error.message, books.now_ns)
         books.effects.append(ErrorReply(event.client, event.op, error))
 
-    def _reserve(self, event: Reserve) -> Flow[None]:
+    def _reserve(self, event: Reserve) -> Flow[None] | None:
         books = self._books
         client = books.clients.get(event.client)
         if client is None:
@@ -83,30 +83,32 @@ class Reserving:
             places: array[int] = array("Q", [NO_PLACE]) * items
             self._count(event, statuses, 0, 0, None)
             books.effects.append(ReservedReply(event.client, event.op, 0, places, bytes(statuses)))
-            return
+            return None
         if entries is event.entries:
             entries = entries[:]
         reservation = Reservation(books.reservations.next_number(), event, shape, key8s, entries)
         want = self._want(reservation, statuses, granted)
+        self._refuse_impossible(want)
         self._claim(reservation)
-        search: Search | None = None
+        short = self._space.take(want)
+        if short is not None:
+            return self._after_making_room(event, reservation, want, short, statuses)
+        self._grant(event, reservation, want, statuses, None)
+        return None
+
+    def _after_making_room(
+        self, event: Reserve, reservation: Reservation, want: Want, short: Short, statuses: bytearray
+    ) -> Flow[None]:
+        search = Search()
         try:
-            self._refuse_impossible(want)
-            short = self._space.take(want)
-            if short is not None:
-                search = Search()
-                yield from self._make_room(want, short, search)
-        except CapacityError:
+            yield from self._make_room(want, short, search)
+        except CapacityError as error:
             self._space.give_up(want)
             for run in reservation.claimed:
-                books.forest.unclaim(run)
-            raise
-        self._grant(reservation, want, statuses, granted)
-        wanted_bytes = sum(map(int.__mul__, want.counts, shape.slot_bytes))
-        self._count(event, statuses, granted, wanted_bytes, search)
-        books.effects.append(
-            ReservedReply(event.client, event.op, reservation.number, reservation.places, bytes(statuses))
-        )
+                self._books.forest.unclaim(run)
+            self._refuse(event, error, "capacity_refusals")
+        else:
+            self._grant(event, reservation, want, statuses, search)
 
     def _mark_pending(self, event: Reserve, key8s: array[int], statuses: bytearray) -> None:
         has = self._books.reservations.pending.has
@@ -184,16 +186,14 @@ class Reserving:
         slots = books.slots
         if want.entries_count > books.families_max or want.records_count > books.records_max:
             raise self._no_room(want, "the index is smaller than this batch", Retry.NEVER)
-        wanted_bytes = 0
         for size_class, count in zip(want.shape.classes, want.counts, strict=True):
-            wanted_bytes += size_class.slot_bytes * count
             if count > size_class.slots_max:
                 raise self._no_room(want, "the pool is smaller than this batch", Retry.NEVER)
-        if wanted_bytes * 64 <= slots.usable_bytes:
+        if want.size_bytes * 64 <= slots.usable_bytes:
             return  # small ones are not worth the sums below
-        if wanted_bytes > slots.total_bytes:
+        if want.size_bytes > slots.total_bytes:
             raise self._no_room(want, "the pool is smaller than this batch", Retry.NEVER)
-        if wanted_bytes > slots.usable_bytes - books.reserved_bytes - books.forest.pins.hard_bytes:
+        if want.size_bytes > slots.usable_bytes - books.reserved_bytes - books.forest.pins.hard_bytes:
             raise self._no_room(want, "what may leave is less than this batch needs", Retry.AFTER)
 
     def _no_room(self, want: Want, why: str, retry: Retry, held_bytes: int = 0) -> CapacityError:
@@ -203,7 +203,7 @@ class Reserving:
             for places, slot_bytes in zip(want.taken, want.shape.slot_bytes, strict=False)
         )
         fields: dict[str, object] = {
-            "wanted_bytes": sum(map(int.__mul__, want.counts, want.shape.slot_bytes)),
+            "wanted_bytes": want.size_bytes,
             "wanted_families": want.entries_count,
             "usable_bytes": books.slots.usable_bytes,
             "leased_bytes": held_bytes,
@@ -217,11 +217,13 @@ class Reserving:
             cure = "use a larger pool or a smaller batch"
         return CapacityError(f"{why}: {numbers}; {cure}", code="full", retry=retry, **fields)
 
-    def _grant(self, reservation: Reservation, want: Want, statuses: bytearray, granted: int) -> None:
+    def _grant(
+        self, event: Reserve, reservation: Reservation, want: Want, statuses: bytearray, search: Search | None
+    ) -> None:
         books = self._books
         shape = reservation.shape
         n, m = reservation.families_count, reservation.members_count
-        items = n * m
+        items, granted = n * m, want.records_count
         records = books.records.take(granted)
         sizes, indexes, ranges = shape.sizes * n, shape.indexes * n, shape.ranges * n
         if granted == items:
@@ -251,8 +253,12 @@ class Reserving:
             books.orphans.add_reservation(reservation.parent_key8, reservation.number)
         books.forest.promised_count += want.entries_count
         books.reservations.add(reservation)
+        self._count(event, statuses, granted, want.size_bytes, search)
         books.effects.append(
-            DoReserve(reservation.client, reservation.number, records, places, sizes, indexes, ranges)
+            DoReserve(event.client, reservation.number, records, places, sizes, indexes, ranges)
+        )
+        books.effects.append(
+            ReservedReply(event.client, event.op, reservation.number, reservation.places, bytes(statuses))
         )
 
     def _count(

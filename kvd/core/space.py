@@ -42,13 +42,18 @@ class Plan:
 class Want:
     """What one reservation needs, and the places found for it so far, one column per member."""
 
-    __slots__ = ("counts", "entries_count", "records_count", "shape", "taken")
+    __slots__ = ("counts", "entries_count", "records_count", "shape", "size_bytes", "taken")
 
     def __init__(self, shape: Shape, entries_count: int, records_count: int, counts: list[int]) -> None:
         self.shape = shape
         self.entries_count = entries_count
         self.records_count = records_count
         self.counts = counts  # items, by member
+        self.size_bytes = (
+            counts[0] * shape.family_bytes
+            if len(counts) == 1
+            else sum(map(int.__mul__, counts, shape.slot_bytes))
+        )
         self.taken: list[array[int]] = []
 
 

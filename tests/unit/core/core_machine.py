@@ -194,6 +194,13 @@ class CoreMachine(RuleBasedStateMachine):
         if there < CHAIN_LENGTH:
             self.write(client, name, there, count, request)
 
+    @rule(client=clients, name=chains, upto=positions, request=requests)
+    def reserve_on(self, client: int, name: int, upto: int, request: int) -> None:
+        """Begin to write behind what is there, and leave it at that for now."""
+        there = self.world.touch(client, chain(name, upto + 1), request)
+        if there < CHAIN_LENGTH:
+            self.reserve(client, name, there, 1, 0, False, request)
+
     @precondition(lambda self: self.items)
     @rule(data=st.data(), include=st.integers(0, 63), partly=st.booleans())
     def publish(self, data: st.DataObject, include: int, partly: bool) -> None:
