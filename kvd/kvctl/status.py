@@ -193,8 +193,7 @@ def _index_line(answer: dict[str, Any]) -> str:
 
 
 def _memory_line(answer: dict[str, Any]) -> str:
-    peak = f"daemon {output.size(answer['rss_bytes'])} at its peak, with the pool pages it touched"
-    return f"index {output.size(answer['meta_bytes'])}, {peak}"
+    return f"index {output.size(answer['meta_bytes'])}, daemon {output.size(answer['private_bytes'])}"
 
 
 def _clients_line(clients: dict[str, Any]) -> Text:

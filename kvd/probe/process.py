@@ -39,6 +39,14 @@ def limits(pid: int | str = "self", root: Path = Path("/")) -> ProcessLimits | N
     return ProcessLimits(*memlock, *open_files, _may_lock(files.text(root / f"proc/{pid}/status") or ""))
 
 
+def private_bytes(pid: int | str = "self", root: Path = Path("/")) -> int | None:
+    """Resident memory that is this process's own: heap and stacks, no shared memory, no code."""
+    for line in (files.text(root / f"proc/{pid}/status") or "").splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    return None
+
+
 def _bound(word: str) -> int | None:
     return int(word) if word.isdigit() else None
 

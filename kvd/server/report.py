@@ -7,13 +7,13 @@ the same numbers as the status, all present from the start.
 from __future__ import annotations
 
 import os
-import resource
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from kvd.config import Config, format_size
 from kvd.errors import InvariantError
+from kvd.probe import process
 from kvd.server.clients import Client, Clients
 from kvd.server.domain import Domain
 from kvd.server.metrics import Series
@@ -78,7 +78,7 @@ class Report:
             "pool": self._pool(),
             "core": statistics,
             "meta_bytes": domain.table.meta_bytes,
-            "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "private_bytes": process.private_bytes() or 0,
             "clients": {
                 "attached": sum(client.attached for client in self._clients.by_slot.values()),
                 "disconnected": sum(not client.attached for client in self._clients.by_slot.values()),

@@ -129,7 +129,7 @@ def test_a_peer_that_does_not_read_is_not_read(daemon):
         for _ in range(20_000):
             raw.sock.sendall(ask)
     status = one.call("status")
-    assert status["rss_bytes"] < 400 * limits.MIB
+    assert status["private_bytes"] < 200 * limits.MIB
 
 
 # --- attach

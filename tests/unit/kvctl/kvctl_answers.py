@@ -22,7 +22,7 @@ LOOKUPS = {"lookups": 0, "keys_asked": 0, "keys_hit": 0, "verify_failed": 0}
 STATUS: dict[str, Any] = {
     "version": "0.1.0", "pid": 4711, "epoch": "00", "uptime_s": 11_100.0, "state": "ok", "socket": "/run/kvd/kvd.sock",
     "health": {"state": "ok", "restarts": 0, "parts": {"daemon": {"state": "ok", "reason": ""}}},
-    "domain": "default", "meta_bytes": 90 << 20, "rss_bytes": 120 << 20,
+    "domain": "default", "meta_bytes": 90 << 20, "private_bytes": 120 << 20,
     "pool": {
         "size_bytes": 64 * GIB, "memory_bytes": 128 * GIB, "backing": "memfd", "families_max": 1 << 20,
         "records_max": 1 << 21,
