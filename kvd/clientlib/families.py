@@ -1,7 +1,7 @@
 """What a client knows of one geometry at one chunk size: rules for the native matcher, objects of the splits it met.
 
-Owns no memory; made by a Namespace, one for each geometry and chunk size, and kept with it. For any thread. The rules and
-the numbering of members are those of kvd.layout, which is the reference.
+Owns no memory; made by a Namespace, one for each geometry and chunk size, and kept with it. For any thread. The rules
+and the numbering of members are those of kvd.layout, which is the reference.
 
     families of a chain ──native walk──▶ longest usable prefix ──required──▶ chunks [first, usable) to lease
 """

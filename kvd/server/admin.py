@@ -18,6 +18,7 @@ from kvd.config import Config
 from kvd.core import events as ev
 from kvd.core.report import FamilyRow
 from kvd.errors import KvdError, UsageError
+from kvd.layout.shards import Split
 from kvd.probe import hugepages, memory, numa
 from kvd.server import logs
 from kvd.server.domain import Domain
@@ -171,7 +172,10 @@ class Admin:
                 }
                 for member in entry["members"]
             ]
-            row["split"] = self._domain.splits_by_number.get(entry["split"], {})
+            split = Split.from_code(entry["split"])
+            row["split"] = self._domain.splits_by_number.get(split.code) or {
+                "tp": split.tp, "pp": split.pp, "cp": split.cp
+            }  # fmt: skip
             row["holders"] = self._domain.table.holders(outcome)
             done(row)
 

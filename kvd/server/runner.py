@@ -12,10 +12,12 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Final
 
 from kvd.core import events as ev
 from kvd.errors import CapacityError, InvariantError, KvdError, ProtocolError, Retry, UsageError
+from kvd.layout.shards import Split
 from kvd.server import logs
 from kvd.server.clients import Client, Clients
 from kvd.server.domain import Domain
@@ -37,6 +39,11 @@ _TOUCH: Final = struct.Struct("<QQIIIIQIIQ8x")
 _NO_PARENT: Final = messages.NO_PARENT
 _PUSHED_ASLEEP: Final = 3
 _log = logs.get("runner")
+
+
+split_of = lru_cache(256)(
+    Split.from_code
+)  # a split says what it is by its code; UsageError(split) if none has it
 
 
 class Runner:
@@ -186,8 +193,11 @@ class Runner:
                 f"namespace {ask.namespace} is not registered; ask for it with its manifest first",
                 code="namespace", namespace=ask.namespace,
             )  # fmt: skip
-        if ask.split and ask.split not in self._domain.splits_by_number:
-            return UsageError(f"split {ask.split} is not registered", code="split", split=ask.split)
+        if ask.split:
+            try:
+                split_of(ask.split)
+            except UsageError as error:
+                return error
         limit_bytes = self._domain.sizes.leased_bytes_max
         if self._leased_over == "report" or limit_bytes is None:
             return None
