@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import os
+import signal
 import socket
 import statistics
 import time
@@ -87,6 +88,7 @@ def wake_us(own_cpu: int, other_cpu: int, repeats: int = 2000) -> float:
 
 def _echo(ours: socket.socket, theirs: socket.socket, cpu: int) -> None:
     ours.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's end closes the socket
     os.sched_setaffinity(0, {cpu})
     fd = theirs.fileno()
     while os.read(fd, 1):
