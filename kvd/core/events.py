@@ -27,6 +27,7 @@ from kvd.errors import KvdError
 from kvd.types import Member
 
 NONE = 0xFFFFFFFF  # "no entry", "no record", "no run" in a u32 column
+PREVIOUS = 0xFFFFFFFE  # in DoPublish.parents: the family of the item before
 NO_PLACE = 0xFFFFFFFFFFFFFFFF  # "no place" in a u64 column
 ADMIN = -1  # the `client` of answers to administration
 
@@ -251,9 +252,41 @@ class Tick:
     """Once a second."""
 
 
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """What an earlier daemon left in the same memory, under the same numbers. The first event of a core, or none.
+
+    Columns are as `kvd.shm._native.Adoption.adopt` gives them; those that name runs count from `RUNS_FROM`. Runs stand
+    after their parents. Slabs are in no range that was announced as ready yet.
+    """
+
+    entries_end: int  # numbers from here on were never used
+    records_end: int
+    free_entries: Buffer  # u32: those below that are free
+    free_records: Buffer  # u32
+    run_of: Buffer  # by entry, u32, NONE: free, or in limbo
+    home_of: Buffer  # by entry, u32: position in `slabs`
+    bytes_of: Buffer  # by entry, u64
+    key8_of: Buffer  # by entry, u64
+    missing_of: Buffer  # by entry, u8
+    run_sizes: Buffer  # by run, u32: families
+    run_parents: Buffer  # by run, u32
+    run_namespaces: Buffer  # by run, u16
+    run_bytes: Buffer  # by run, u64
+    run_shapes: Buffer  # by run, u32: position in `shapes`
+    run_pins: Buffer  # by run, u8: PinKind
+    members: Buffer  # u32: the entries of all runs, one run after the other
+    shapes: list[tuple[int, ...]]  # sizes of the slots that a family has
+    slabs: list[tuple[int, int, Buffer, Buffer, int, int]]  # frame, slot bytes, owners, free places, fresh, reserved
+    limbo: Buffer  # u32: withdrawn entries
+    ghost_slots: Buffer  # u32 a record that an old client may still be filling: that client
+    ghost_records: Buffer  # u32
+    ghost_places: Buffer  # u64
+
+
 Event: TypeAlias = (
     SegmentReady | ClientAttached | ClientGone | Reserve | Publish | Abort | Published | Evicted | Touched
-    | Pin | Unpin | Clear | Withdraw | Again | Tick
+    | Pin | Unpin | Clear | Withdraw | Again | Tick | Restore
 )  # fmt: skip
 
 
@@ -284,6 +317,8 @@ class DoPublish(NamedTuple):
     records: array[int]  # u32
     checksums: array[int]  # u64
     entries: array[int]  # u32: free ones it may use, from the first on
+    namespace: int
+    parents: array[int]  # u32 an item: entry that its family lies behind, NONE, PREVIOUS
 
 
 class DoEvict(NamedTuple):
@@ -308,6 +343,14 @@ class DoFlags:
 
     entries: array[int]  # u32
     flags: int  # PinKind
+
+
+@dataclass(frozen=True, slots=True)
+class DoParents:
+    """These families lie behind those, which came after them. For a daemon that starts over this memory."""
+
+    entries: array[int]  # u32
+    parents: array[int]  # u32
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,4 +414,6 @@ class Note:
 
 
 Reply: TypeAlias = ReservedReply | PublishedReply | AbortedReply | ErrorReply | AdminReply
-Effect: TypeAlias = DoReserve | DoPublish | DoEvict | DoFreeRecords | DoFlags | DoAgain | Reply | Note
+Effect: TypeAlias = (
+    DoReserve | DoPublish | DoEvict | DoFreeRecords | DoFlags | DoParents | DoAgain | Reply | Note
+)  # fmt: skip

@@ -58,6 +58,7 @@ class Forest:
         self.claims: dict[int, int] = {}
         self.namespaces: dict[int, list[int]] = {}  # namespace -> [families, bytes]
         self.splits_count = 0
+        self.linked: list[tuple[int, int]] = []  # entry, what it lies behind, learned late; the core takes them
         self.orphaned: list[tuple[int, int, int]] = []  # lost key8, key8 and entry: `Leaving` takes them
         self.policy: Policy
         self.pins: Pins

@@ -16,6 +16,7 @@ from kvd.core.books import Books, Flow
 from kvd.core.columns import u32, u64
 from kvd.core.events import (
     NONE,
+    PREVIOUS,
     Abort,
     AbortedReply,
     DoFreeRecords,
@@ -165,6 +166,8 @@ class Publishing:
             records=records,
             checksums=checksums,
             entries=(offered := forest.take_entries(entries_count)),
+            namespace=reservation.namespace,
+            parents=_parents(reservation, items),
         )
         if not isinstance(answer, Published) or len(answer.statuses) != len(items):
             raise InvariantError("a publication was answered by something else", code="answer")
@@ -397,3 +400,21 @@ class Publishing:
         self._books.reservations.end(reservation)
         if reservation.parent_key8:
             self._books.orphans.end_reservation(reservation.parent_key8, reservation.number)
+
+
+def _parents(reservation: Reservation, items: Sequence[int]) -> array[int]:
+    """What the family of each item lies behind, as far as it is known before the table has spoken."""
+    m, known = reservation.members_count, reservation.entries
+    parents = array("I", [PREVIOUS]) * len(items)
+    parents[0] = reservation.behind(items[0] // m)
+    if isinstance(items, range):
+        return parents
+    last = items[0] // m
+    for at, item in enumerate(items):
+        family = item // m
+        for between in range(family - 1, last, -1):
+            if known[between] != NONE:
+                parents[at] = known[between]
+                break
+        last = family
+    return parents

@@ -286,6 +286,7 @@ def test_the_turn_is_kept() -> None:
 
 def test_events_of_clients_that_are_not_there_stop_the_daemon() -> None:
     core = Core(CoreConfig(), 8, 8, [2 * MIB])
+    core.step(1, ev.SegmentReady(0, 0, 2 * MIB))
     event = ev.Reserve(
         0, 1, 0, 0, key_of("a"), ev.NONE, (Member(0, 64),), 0, 1, False, array("I", [ev.NONE]), b"\0"
     )
