@@ -57,6 +57,7 @@ class ClientState(IntEnum):
     FREE = 0
     ATTACHED = 1
     DISCONNECTED = 2
+    GHOST = 3  # attached to an earlier daemon; only what it holds counts
 
 
 class TouchKind(IntEnum):
@@ -115,6 +116,7 @@ SIZES: Final[dict[str, int]] = {
     "Bucket": 64,
     "Entry": 64,
     "Record": 48,
+    "Cold": 16,
     "ClientHeader": HEADER_BYTES,
     "Touch": 64,
     "TouchRow": 64,
@@ -144,10 +146,23 @@ OFFSETS: Final[dict[str, dict[str, int]]] = {
         "records_offset": 112,
         "meta_bytes": 120,
         "bucket_seed": 128,
+        "cold_offset": 136,
         "state": 192,
     },
     "Segment": {"size_bytes": 0, "populated_bytes": 8, "page_kind": 16, "domain": 20, "inode": 24},
-    "ClientSlot": {"state": 0, "pid": 4, "start_ticks": 8, "client_id": 16, "attached_ns": 24},
+    "ClientSlot": {
+        "state": 0,
+        "pid": 4,
+        "start_ticks": 8,
+        "client_id": 16,
+        "attached_ns": 24,
+        "epoch": 32,
+        "region_slot": 40,
+        "sq_bytes": 44,
+        "cq_bytes": 48,
+        "touch_records": 52,
+        "hazards_max": 56,
+    },
     "Bucket": {"slots": 0},
     "Entry": {
         "sg": 0,
@@ -173,12 +188,14 @@ OFFSETS: Final[dict[str, dict[str, int]]] = {
         "layers_end": 42,
         "reservation": 44,
     },
+    "Cold": {"parent_entry": 0, "parent_generation": 4, "namespace_number": 8},
     "ClientHeader": {
         "magic": 0,
         "version": 8,
         "header_size": 12,
         "epoch": 16,
         "client_slot": 24,
+        "revoked": 28,
         "sq_offset": 32,
         "cq_offset": 40,
         "sq_bytes": 48,

@@ -388,5 +388,9 @@ void bind_client(nb::module_& module) {
            },
            "segment"_a, "offset"_a, "bytes"_a)
       .def("counters", &counters)
+      .def_prop_ro("lost", &Client::lost)
+      .def("lose", &Client::lose)
+      .def("retire", &Client::retire)
+      .def_prop_ro("left", &Client::left)
       .def("close", &Client::close);
 }

@@ -4,14 +4,17 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <system_error>
 
+#include "adopt.hpp"
 #include "bind_memory.hpp"
 #include "lease.hpp"
 #include "mutants.hpp"
 #include "table.hpp"
 
 void bind_client(nanobind::module_& module);
+void bind_adoption(nanobind::module_& module);
 
 using namespace kvd;
 
@@ -51,16 +54,20 @@ void reserve(Table& table, u32 owner, u64 reservation, nb::handle records_in, nb
 }
 
 nb::tuple publish(Table& table, u32 owner, nb::handle keys_in, nb::handle members_in, u32 split, u32 family_members,
-                  nb::handle records_in, nb::handle checksums_in, nb::handle entries_in) {
+                  nb::handle records_in, nb::handle checksums_in, nb::handle entries_in, u32 namespace_number,
+                  nb::handle parents_in) {
   const Keys keys(keys_in);
   const u64 count = keys.count();
   const Column<u8> members(members_in, "members", count);
   const Column<u32> records(records_in, "records", count), free_entries(entries_in, "entries");
   const Column<u64> checksums(checksums_in, "checksums", count);
+  std::optional<Column<u32>> parents;
+  if (!parents_in.is_none()) parents.emplace(parents_in, "parents", count);
   const OutColumn<u8> status(count), differs(count);
   const OutColumn<u32> entries(count);
   const PublishBatch batch{owner,          count,          keys.data(),      members.data(),      split,
-                           family_members, records.data(), checksums.data(), free_entries.data(), free_entries.size()};
+                           family_members, records.data(), checksums.data(), free_entries.data(), free_entries.size(),
+                           parents ? parents->data() : nullptr, namespace_number};
   const u32 used = table.publish(batch, status.data(), entries.data(), differs.data());
   return nb::make_tuple(status.take(), entries.take(), differs.take(), used);
 }
@@ -101,6 +108,9 @@ nb::dict entry_dict(const Table& table, u32 number) {
   out["split"] = entry.split.load();
   out["members_count"] = entry.members_count.load();
   out["flags"] = entry.flags.load();
+  const Cold& cold = index.cold(number);
+  out["parent"] = nb::make_tuple(cold.parent_entry.load(), cold.parent_generation.load());
+  out["namespace"] = cold.namespace_number.load();
   out["members"] = members;
   return out;
 }
@@ -130,7 +140,7 @@ nb::tuple mutants() {
       {"REVALIDATE", mutant::revalidate},     {"HAZARD_SCAN", mutant::hazard_scan},
       {"GENERATION", mutant::generation},     {"OWNER_CHECK", mutant::owner_check},
       {"EXPORTS", mutant::exports},           {"IDENTITY", mutant::identity},
-      {"RING_BOUNDS", mutant::ring_bounds}};
+      {"RING_BOUNDS", mutant::ring_bounds},   {"REVOKED", mutant::revoked}};
   for (const auto& [name, active] : all) {
     if (active) names.append(name);
   }
@@ -209,7 +219,14 @@ void bind_table(nb::module_& module) {
       .def("probe", &probe, "keys"_a, "members"_a)
       .def("reserve", &reserve, "owner"_a, "reservation"_a, "records"_a, "places"_a, "sizes"_a, "members"_a, "ranges"_a)
       .def("publish", &publish, "owner"_a, "keys"_a, "members"_a, "split"_a, "family_members"_a, "records"_a,
-           "checksums"_a, "entries"_a)
+           "checksums"_a, "entries"_a, "namespace_number"_a = 0, "parents"_a = nb::none())
+      .def("set_parents",
+           [](Table& table, nb::handle entries_in, nb::handle parents_in) {
+             const Column<u32> entries(entries_in, "entries");
+             const Column<u32> parents(parents_in, "parents", entries.size());
+             table.set_parents(entries.data(), parents.data(), entries.size());
+           },
+           "entries"_a, "parents"_a)
       .def("free_records",
            [](Table& table, nb::handle records_in) {
              const Column<u32> records(records_in, "records");
@@ -237,4 +254,5 @@ void bind_table(nb::module_& module) {
            },
            "entries"_a, "flags"_a);
   bind_client(module);
+  bind_adoption(module);
 }

@@ -63,6 +63,7 @@ Client::Client(std::shared_ptr<Mapping> meta, std::shared_ptr<Mapping> region,
 
 void Client::check() const {
   check_process();
+  if (retired_) fail<std::runtime_error>("the daemon that this belonged to is gone");
   if (closed_) fail<std::runtime_error>("the client is closed");
 }
 
@@ -87,6 +88,24 @@ u32 Client::close() {
   return hazards_.used();
 }
 
+bool Client::header_gone() const noexcept {
+  return !mutant::revoked && region_ != nullptr && header_->revoked.load(memory_order_acquire) != 0;
+}
+
+void Client::retire() {
+  check_process();
+  if (retired_) return;
+  lost_ = retired_ = closed_ = true;
+  pool_.assign(segments_.begin(), segments_.end());
+  unmap_if_done();
+}
+
+bool Client::left() const {
+  check_process();
+  return retired_ && hazards_.used() == 0 &&
+         std::all_of(pool_.begin(), pool_.end(), [](const auto& segment) { return segment.expired(); });
+}
+
 void Client::unmap_if_done() noexcept {
   if (!closed_ || hazards_.used() != 0) return;
   meta_.reset();
@@ -101,8 +120,9 @@ u32 Client::match(const u8* keys, u64 count, u64 request) {
   const Asked asked{request, request != 0 ? now_ns() : 0, keys, count};
   u64 matched = 0;
   Hit deepest;
+  const bool here = !lost();
   index_.find_each(keys, count, [&](u64, const Hit& hit) {
-    if (!hit || !index_.complete(hit.entry) || !index_.unchanged(hit)) return false;
+    if (!here || !hit || !index_.complete(hit.entry) || !index_.unchanged(hit)) return false;
     deepest = hit;
     ++matched;
     return true;
@@ -116,8 +136,9 @@ u32 Client::match(const u8* keys, u64 count, u64 request) {
 
 void Client::present(const u8* keys, u64 count, PresentRow* rows) const {
   check();
+  std::fill_n(rows, count, PresentRow{});
+  if (lost()) return;
   index_.find_each(keys, count, [&](u64 i, const Hit& hit) {
-    rows[i] = {};
     if (!hit) return true;
     const PresentRow row = present_of(hit.entry);
     if (index_.unchanged(hit)) rows[i] = row;
@@ -140,9 +161,10 @@ PrefixWalk Client::match_family(const u8* keys, u64 count, const FamilyRules& ru
   const Asked asked{request, request != 0 ? now_ns() : 0, keys, count};
   PrefixWalk walk(rules);
   Hit deepest;
+  const bool here = !lost();
   index_.find_each(keys, count, [&](u64, const Hit& hit) {
     PresentRow row{};
-    if (hit) {
+    if (hit && here) {
       row = present_of(hit.entry);
       if (!index_.unchanged(hit)) row = {};
     }
@@ -165,6 +187,8 @@ void Client::revalidate(LeaseSet& set, bool each, bool patient) const {
   step("lease.hazard");
   if (!mutant::reader_fence) std::atomic_thread_fence(std::memory_order_seq_cst);
   step("lease.fenced");
+  // A daemon that took over this memory looks at hazards after it has revoked: it sees those of this set, or this sees it.
+  if (lost()) return set.keep_if([](const Leased&) { return false; });
   if (mutant::revalidate) return;
   bool going = true;
   const u64 until = patient ? now_ns() + patience_ns : 0;  // for the whole set

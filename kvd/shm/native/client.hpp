@@ -58,6 +58,11 @@ class Client : public std::enable_shared_from_this<Client> {
   }
   u64 counter(Counter counter) const { return check(), header_->counters[counter].load(std::memory_order_relaxed); }
   u32 close();  // releases what no view keeps; returns the leases that are left
+  // The daemon is gone: nothing is found any more. Leases stay, so does all that they need.
+  void lose() noexcept { lost_ = true; }
+  bool lost() const noexcept { return lost_ || header_gone(); }
+  void retire();      // as lose, and unmapped with the last lease
+  bool left() const;  // retired, and neither a lease nor a writable view is there any more
 
   // For LeaseSet.
   Hazards& hazards() noexcept { return hazards_; }
@@ -90,7 +95,9 @@ class Client : public std::enable_shared_from_this<Client> {
   Consumer cq_{RingWords{}};
   u64 touched_ = 0;
   u32 touch_records_ = 0, slot_ = 0;
-  bool closed_ = false;
+  bool header_gone() const noexcept;
+  bool closed_ = false, lost_ = false, retired_ = false;
+  std::vector<std::weak_ptr<Mapping>> pool_;  // of a retired client: what writable views may still keep
   LeaseSet* sets_ = nullptr;
 };
 

@@ -34,7 +34,8 @@ MetaShape MetaShape::of(u64 families_max, u64 records_max, u64 segments, u64 cli
   shape.buckets_offset = line(shape.clients_offset + clients_max * sizeof(ClientSlot));
   shape.entries_offset = line(shape.buckets_offset + u64{shape.buckets_count} * sizeof(Bucket));
   shape.records_offset = line(shape.entries_offset + families_max * sizeof(Entry));
-  shape.meta_bytes = (shape.records_offset + records_max * sizeof(Record) + 4095) & ~u64{4095};
+  shape.cold_offset = line(shape.records_offset + records_max * sizeof(Record));
+  shape.meta_bytes = (shape.cold_offset + families_max * sizeof(Cold) + 4095) & ~u64{4095};
   return shape;
 }
 
@@ -51,6 +52,7 @@ Index::Index(const Mapping& meta) {
   check_equal(header.buckets_offset, shape_.buckets_offset, "buckets_offset");
   check_equal(header.entries_offset, shape_.entries_offset, "entries_offset");
   check_equal(header.records_offset, shape_.records_offset, "records_offset");
+  check_equal(header.cold_offset, shape_.cold_offset, "cold_offset");
   check_equal(header.meta_bytes, shape_.meta_bytes, "meta_bytes");
   check_equal(meta.size(), shape_.meta_bytes, "file size");
   segments_ = meta.at<Segment>(shape_.segments_offset, shape_.segments_count, "segments");
@@ -58,6 +60,7 @@ Index::Index(const Mapping& meta) {
   buckets_ = meta.at<Bucket>(shape_.buckets_offset, shape_.buckets_count, "buckets");
   entries_ = meta.at<Entry>(shape_.entries_offset, shape_.families_max, "entries");
   records_ = meta.at<Record>(shape_.records_offset, shape_.records_max, "records");
+  cold_ = meta.at<Cold>(shape_.cold_offset, shape_.families_max, "cold rows");
   seed_ = header.bucket_seed;
   epoch_ = header.epoch;
   mask_ = shape_.buckets_count - 1;

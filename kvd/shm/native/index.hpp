@@ -36,7 +36,8 @@ struct Hit {
 
 struct MetaShape {
   u32 families_max, buckets_count, records_max, segments_count, clients_max;
-  u64 segments_offset, clients_offset, buckets_offset, entries_offset, records_offset, meta_bytes;
+  u64 segments_offset, clients_offset, buckets_offset, entries_offset, records_offset, cold_offset,
+      meta_bytes;
   static MetaShape of(u64 families_max, u64 records_max, u64 segments, u64 clients_max);  // std::invalid_argument
 };
 
@@ -54,6 +55,7 @@ class Index {
   Bucket& bucket(u32 i) const noexcept { return buckets_[i]; }
   Entry& entry(u32 i) const noexcept { return entries_[i]; }
   Record& record(u32 i) const noexcept { return records_[i]; }
+  Cold& cold(u32 i) const noexcept { return cold_[i]; }
 
   Spot locate(const Key& key) const noexcept {
     const u64 hash = (key.words[0] ^ seed_) * 0x9E3779B97F4A7C15ULL;
@@ -173,6 +175,7 @@ class Index {
   Bucket* buckets_ = nullptr;
   Entry* entries_ = nullptr;
   Record* records_ = nullptr;
+  Cold* cold_ = nullptr;
   MetaShape shape_{};
   u64 seed_ = 0, epoch_ = 0;
   u32 shift_ = 0, mask_ = 0;

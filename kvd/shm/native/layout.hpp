@@ -42,7 +42,7 @@ inline constexpr u32 segments_limit = 1024;
 enum EntryFlag : u8 { entry_soft_pinned = 1, entry_hard_pinned = 2, entry_withdrawn = 4 };
 enum EntryState : u32 { entry_empty = 0, entry_writing = 1, entry_ready = 2, entry_evicting = 3 };
 enum RecordState : u8 { record_free = 0, record_pending = 1, record_published = 2 };
-enum ClientState : u32 { client_free = 0, client_attached = 1, client_disconnected = 2 };
+enum ClientState : u32 { client_free = 0, client_attached = 1, client_disconnected = 2, client_ghost = 3 };
 
 constexpr u64 sg_of(u64 generation, EntryState state) { return generation << 8 | state; }
 constexpr u32 sg_state(u64 sg) { return static_cast<u32>(sg & 0xFF); }
@@ -62,6 +62,7 @@ struct MetaHeader {
   u64 epoch, daemon_pid, daemon_start_ticks;
   u32 families_max, buckets_count, records_max, segments_count, clients_max, reserved;
   u64 segments_offset, clients_offset, buckets_offset, entries_offset, records_offset, meta_bytes, bucket_seed;
+  u64 cold_offset;
   alignas(64) Shared<u32> state;
   u8 rest[header_bytes - 196];
 };
@@ -76,7 +77,10 @@ struct Segment {
 struct ClientSlot {
   Shared<u32> state, pid;
   Shared<u64> start_ticks, client_id, attached_ns;
-  u8 reserved[32];
+  Shared<u64> epoch;        // of its region: an earlier one for a ghost
+  Shared<u32> region_slot;  // in the header of its region
+  Shared<u32> sq_bytes, cq_bytes, touch_records, hazards_max;
+  u32 reserved;
 };
 
 struct alignas(64) Bucket {
@@ -101,11 +105,20 @@ struct Record {
   Shared<u32> reservation;
 };
 
+// What only a daemon that starts over this memory asks about an entry (adopt.hpp).
+struct Cold {
+  Shared<u32> parent_entry;       // none32: a root, or its parent is not known
+  Shared<u32> parent_generation;  // low 32 bits; another one now: the parent has left
+  Shared<u32> namespace_number;
+  u32 reserved;
+};
+
 struct ClientHeader {
   u64 magic;
   u32 version, header_size;
   u64 epoch;
-  u32 client_slot, reserved;
+  u32 client_slot;
+  Shared<u32> revoked;  // by a later daemon: no lease can be had through the old META any more
   u64 sq_offset, cq_offset;
   u32 sq_bytes, cq_bytes;
   u64 touch_offset;
@@ -173,11 +186,13 @@ struct PresentRow {
   X(MetaHeader, segments_count, 68) X(MetaHeader, clients_max, 72) X(MetaHeader, segments_offset, 80)                 \
   X(MetaHeader, clients_offset, 88) X(MetaHeader, buckets_offset, 96) X(MetaHeader, entries_offset, 104)              \
   X(MetaHeader, records_offset, 112) X(MetaHeader, meta_bytes, 120) X(MetaHeader, bucket_seed, 128)                   \
+  X(MetaHeader, cold_offset, 136)                                                                                    \
   X(MetaHeader, state, 192)                                                                                          \
   X(Segment, size_bytes, 0) X(Segment, populated_bytes, 8) X(Segment, page_kind, 16) X(Segment, domain, 20)           \
   X(Segment, inode, 24)                                                                                              \
   X(ClientSlot, state, 0) X(ClientSlot, pid, 4) X(ClientSlot, start_ticks, 8) X(ClientSlot, client_id, 16)            \
-  X(ClientSlot, attached_ns, 24)                                                                                     \
+  X(ClientSlot, attached_ns, 24) X(ClientSlot, epoch, 32) X(ClientSlot, region_slot, 40) X(ClientSlot, sq_bytes, 44)  \
+  X(ClientSlot, cq_bytes, 48) X(ClientSlot, touch_records, 52) X(ClientSlot, hazards_max, 56)                        \
   X(Bucket, slots, 0)                                                                                                \
   X(Entry, sg, 0) X(Entry, identity, 8) X(Entry, present, 40) X(Entry, record_first, 56) X(Entry, split, 60)          \
   X(Entry, members_count, 62) X(Entry, flags, 63)                                                                    \
@@ -185,7 +200,8 @@ struct PresentRow {
   X(Record, owner, 32) X(Record, member, 34) X(Record, state, 35) X(Record, heads_begin, 36) X(Record, heads_end, 38) \
   X(Record, layers_begin, 40) X(Record, layers_end, 42) X(Record, reservation, 44)                                   \
   X(ClientHeader, magic, 0) X(ClientHeader, version, 8) X(ClientHeader, header_size, 12) X(ClientHeader, epoch, 16)   \
-  X(ClientHeader, client_slot, 24) X(ClientHeader, sq_offset, 32) X(ClientHeader, cq_offset, 40)                      \
+  X(Cold, parent_entry, 0) X(Cold, parent_generation, 4) X(Cold, namespace_number, 8)                                \
+  X(ClientHeader, client_slot, 24) X(ClientHeader, revoked, 28) X(ClientHeader, sq_offset, 32) X(ClientHeader, cq_offset, 40)                      \
   X(ClientHeader, sq_bytes, 48) X(ClientHeader, cq_bytes, 52) X(ClientHeader, touch_offset, 56)                       \
   X(ClientHeader, touch_records, 64) X(ClientHeader, hazards_offset, 72) X(ClientHeader, hazards_max, 80)             \
   X(ClientHeader, hazards_high, 128) X(ClientHeader, sq_tail, 192) X(ClientHeader, sq_head, 256)                      \
@@ -200,7 +216,7 @@ struct PresentRow {
 
 // structure, size
 #define KVD_LAYOUT_SIZES(X)                                                                                    \
-  X(MetaHeader, 4096) X(Segment, 32) X(ClientSlot, 64) X(Bucket, 64) X(Entry, 64) X(Record, 48) X(ClientHeader, 4096) \
+  X(MetaHeader, 4096) X(Segment, 32) X(ClientSlot, 64) X(Bucket, 64) X(Entry, 64) X(Record, 48) X(Cold, 16) X(ClientHeader, 4096) \
   X(Touch, 64) X(TouchRow, 64) X(Frame, 16) X(Descriptor, 24) X(PresentRow, 24)
 
 #define KVD_CHECK_FIELD(structure, field, offset) static_assert(offsetof(structure, field) == (offset));

@@ -51,6 +51,7 @@ KVD_MUTANT(generation, "GENERATION");      // a reused entry keeps its generatio
 KVD_MUTANT(owner_check, "OWNER_CHECK");    // publish believes what it is told
 KVD_MUTANT(exports, "EXPORTS");            // release drops the hazard under live views
 KVD_MUTANT(identity, "IDENTITY");          // an equal tag is taken for an equal key
+KVD_MUTANT(revoked, "REVOKED");           // a lease is taken through the META of a daemon that is gone
 KVD_MUTANT(ring_bounds, "RING_BOUNDS");    // cursors and lengths of a peer are believed
 
 }  // namespace mutant

@@ -38,12 +38,34 @@ RegionParts RegionParts::of(u32 sq_bytes, u32 cq_bytes, u32 touch_records, u32 h
   return parts;
 }
 
-Region::Region(int fd, const RegionShape& shape) : shape_(shape), sq_(RingWords{}), cq_(RingWords{}) {
-  const RegionParts parts = RegionParts::of(shape.sq_bytes, shape.cq_bytes, shape.touch_records, shape.hazards_max);
-  mapping_ = make_region(fd, parts);
+namespace {
+
+RegionParts parts_of(const RegionShape& shape) {
+  return RegionParts::of(shape.sq_bytes, shape.cq_bytes, shape.touch_records, shape.hazards_max);
+}
+
+}  // namespace
+
+void Region::locate(const RegionParts& parts) {
   header_ = mapping_->at<ClientHeader>(0, 1, "client region");
-  hazards_ = mapping_->at<Shared<u64>>(parts.hazards, shape.hazards_max, "hazards");
-  touches_ = mapping_->at<TouchRow>(parts.touches, shape.touch_records, "touch ring");
+  hazards_ = mapping_->at<Shared<u64>>(parts.hazards, shape_.hazards_max, "hazards");
+  touches_ = mapping_->at<TouchRow>(parts.touches, shape_.touch_records, "touch ring");
+}
+
+Region::Region(int fd, const RegionShape& shape, Existing) : shape_(shape), sq_(RingWords{}), cq_(RingWords{}) {
+  const RegionParts parts = parts_of(shape);
+  mapping_ = Mapping::of(fd, true, Mapping::Pages::small, "client region");
+  if (mapping_->size() != parts.bytes) {
+    fail<std::runtime_error>("client region of ", mapping_->size(), " bytes, META says ", parts.bytes);
+  }
+  seal_resizing(fd, "client region");
+  locate(parts);
+}
+
+Region::Region(int fd, const RegionShape& shape) : shape_(shape), sq_(RingWords{}), cq_(RingWords{}) {
+  const RegionParts parts = parts_of(shape);
+  mapping_ = make_region(fd, parts);
+  locate(parts);
   ClientHeader& header = *header_;
   header.magic = client_magic;
   header.version = layout_version;

@@ -29,6 +29,12 @@ struct RegionParts {
 class Region {
  public:
   Region(int fd, const RegionShape& shape);
+  // The region of a client of an earlier daemon: mapped as it is, only revoked and scanned. Its shape is what META said.
+  struct Existing {};
+  Region(int fd, const RegionShape& shape, Existing);
+
+  // From the next fence on its client takes no lease any more. What it holds, each_hazard shows.
+  void revoke() noexcept { header_->revoked.store(1, std::memory_order_seq_cst); }
 
   Consumer& submissions() { return guard_.check("a client region"), sq_; }
   Producer& completions() { return guard_.check("a client region"), cq_; }
@@ -50,6 +56,7 @@ class Region {
   }
 
  private:
+  void locate(const RegionParts& parts);
   RegionShape shape_;
   ForkGuard guard_;
   std::shared_ptr<Mapping> mapping_;

@@ -29,6 +29,7 @@ std::shared_ptr<Mapping> make_meta(int fd, const MetaShape& shape, const std::ve
   header.buckets_offset = shape.buckets_offset;
   header.entries_offset = shape.entries_offset;
   header.records_offset = shape.records_offset;
+  header.cold_offset = shape.cold_offset;
   header.meta_bytes = shape.meta_bytes;
   header.bucket_seed = identity.bucket_seed;
   auto* segments = mapping->at<Segment>(shape.segments_offset, shape.segments_count, "segments");
@@ -136,7 +137,32 @@ void Table::attach(u32 slot, std::shared_ptr<Region> region, u32 pid, u64 start_
   row.start_ticks.store(start_ticks, memory_order_relaxed);
   row.client_id.store(client_id, memory_order_relaxed);
   row.attached_ns.store(attached_ns, memory_order_relaxed);
+  const RegionShape& shape = region->shape();
+  row.epoch.store(shape.epoch, memory_order_relaxed);
+  row.region_slot.store(slot, memory_order_relaxed);
+  row.sq_bytes.store(shape.sq_bytes, memory_order_relaxed);
+  row.cq_bytes.store(shape.cq_bytes, memory_order_relaxed);
+  row.touch_records.store(shape.touch_records, memory_order_relaxed);
+  row.hazards_max.store(shape.hazards_max, memory_order_relaxed);
   row.state.store(client_attached, memory_order_release);
+  regions_[slot] = std::move(region);
+}
+
+void Table::attach_ghost(u32 slot, std::shared_ptr<Region> region, const ClientSlot& as_it_was) {
+  ClientSlot& row = client_slot(slot, false);
+  const auto same = [](auto& to, const auto& from) { to.store(from.load(memory_order_relaxed), memory_order_relaxed); };
+  same(row.pid, as_it_was.pid);
+  same(row.start_ticks, as_it_was.start_ticks);
+  same(row.client_id, as_it_was.client_id);
+  same(row.attached_ns, as_it_was.attached_ns);
+  same(row.epoch, as_it_was.epoch);
+  same(row.region_slot, as_it_was.region_slot);
+  same(row.sq_bytes, as_it_was.sq_bytes);
+  same(row.cq_bytes, as_it_was.cq_bytes);
+  same(row.touch_records, as_it_was.touch_records);
+  same(row.hazards_max, as_it_was.hazards_max);
+  row.state.store(client_ghost, memory_order_release);
+  region->revoke();
   regions_[slot] = std::move(region);
 }
 
@@ -213,6 +239,7 @@ u32 Table::publish(const PublishBatch& batch, u8* status, u32* entries, u8* diff
   }
   for (u64 i = 0; i < batch.count; ++i) check_published(batch, i);
   u64 used = 0;
+  u32 behind = none32, family = none32;  // of the item before: what its family lies behind, and its entry
   for (u64 i = 0; i < batch.count; ++i) {
     check_published(batch, i);  // once more: a record named twice is no longer pending
     const Key key = Key::load(batch.keys + i * identity_size);
@@ -220,6 +247,14 @@ u32 Table::publish(const PublishBatch& batch, u8* status, u32* entries, u8* diff
     const Hit hit = index_.find(key);
     differs[i] = 0;
     entries[i] = hit.entry;
+    const bool same = i > 0 && std::memcmp(batch.keys + i * identity_size, batch.keys + (i - 1) * identity_size,
+                                           identity_size) == 0;
+    if (!same) {
+      const u32 parent = batch.parents != nullptr ? batch.parents[i] : none32;
+      if (parent != parent_previous) behind = parent;
+      else if (family != none32) behind = family;
+      family = hit.entry;
+    }
     if (hit) {
       const Entry& entry = index_.entry(hit.entry);
       const bool foreign = entry.split.load(memory_order_relaxed) != batch.split ||
@@ -240,7 +275,8 @@ u32 Table::publish(const PublishBatch& batch, u8* status, u32* entries, u8* diff
       continue;
     }
     entries[i] = batch.entries[used++];
-    write_entry(entries[i], key, batch, i);
+    family = entries[i];
+    write_entry(entries[i], key, batch, i, behind);
     slot->store(slot_of(index_.locate(key).tag, entries[i]), memory_order_release);
     status[i] = publish_done;
   }
@@ -248,7 +284,7 @@ u32 Table::publish(const PublishBatch& batch, u8* status, u32* entries, u8* diff
 }
 
 // I2. Whoever sees a field of the new generation also sees that sg has left the old one.
-void Table::write_entry(u32 number, const Key& key, const PublishBatch& batch, u64 item) {
+void Table::write_entry(u32 number, const Key& key, const PublishBatch& batch, u64 item, u32 parent) {
   check_entry(number);
   Entry& entry = index_.entry(number);
   const u64 old = entry.sg.load(memory_order_relaxed);
@@ -264,10 +300,26 @@ void Table::write_entry(u32 number, const Key& key, const PublishBatch& batch, u
   entry.split.store(static_cast<u16>(batch.split), memory_order_relaxed);
   entry.members_count.store(static_cast<u8>(batch.family_members), memory_order_relaxed);
   entry.flags.store(0, memory_order_relaxed);
+  index_.cold(number).namespace_number.store(batch.namespace_number, memory_order_relaxed);
+  set_parent(number, parent);
   link(number, batch.records[item], batch.members[item], batch.checksums[item]);
   step("publish.linked");
   entry.sg.store(sg_of(generation, entry_ready), memory_order_release);
   step("publish.ready");
+}
+
+void Table::set_parent(u32 number, u32 parent) const {
+  Cold& cold = index_.cold(number);
+  const bool known = parent < index_.shape().families_max;
+  cold.parent_entry.store(known ? parent : none32, memory_order_relaxed);
+  cold.parent_generation.store(known ? low32(sg_generation(index_.entry(parent).sg.load(memory_order_relaxed))) : 0,
+                               memory_order_relaxed);
+}
+
+void Table::set_parents(const u32* entries, const u32* parents, u64 count) {
+  guard_.check("a table");
+  for (u64 i = 0; i < count; ++i) check_entry(entries[i]);
+  for (u64 i = 0; i < count; ++i) set_parent(entries[i], parents[i]);
 }
 
 // The record, the head of the list, the present bit: a reader who sees the bit sees the record.

@@ -23,6 +23,10 @@ struct TableIdentity {
   u8 boot_id[16];
 };
 
+class Adoption;
+struct Adopted;
+struct AdoptionPlan;
+
 enum PublishStatus : u8 { publish_done = 0, publish_present = 1, publish_no_index = 4 };
 
 // Columns are as long as the batch; numbers are of records or entries.
@@ -36,7 +40,13 @@ struct PublishBatch {
   const u64* checksums;
   const u32* entries;  // free ones to use, in order
   u64 entries_count;
+  // What a later daemon may ask for: the entry each family lies behind (none32: a root; parent_previous: the family of
+  // the item before it), and their namespace. parents may be nullptr: all are roots.
+  const u32* parents;
+  u32 namespace_number;
 };
+
+inline constexpr u32 parent_previous = 0xFFFFFFFE;
 
 struct ReserveBatch {
   u32 owner;
@@ -75,6 +85,9 @@ class Table {
   void set_flags(const u32* entries, u64 count, u8 flags);
 
   void attach(u32 slot, std::shared_ptr<Region> region, u32 pid, u64 start_ticks, u64 client_id, u64 attached_ns);
+  // A client of an earlier daemon: revoked, scanned like any other, until detach.
+  void attach_ghost(u32 slot, std::shared_ptr<Region> region, const ClientSlot& as_it_was);
+  void set_parents(const u32* entries, const u32* parents, u64 count);
   void disconnected(u32 slot);
   void detach(u32 slot);
   struct Held {
@@ -83,6 +96,7 @@ class Table {
   Held held(u32 slot);
   std::vector<u32> holders(u32 entry) const;
   std::vector<u32> scan(u32 begin, u32 count) const;  // READY entries
+  Adopted adopt(const Adoption& old, const AdoptionPlan& plan);  // adopt.hpp; on a table that holds nothing yet
   void check_entry(u32 number) const;
 
  private:
@@ -90,7 +104,9 @@ class Table {
   void check_published(const PublishBatch& batch, u64 item) const;
   u32 record_checked(u32 number, u32 state, const char* action) const;
   void link(u32 entry, u32 record, u8 member, u64 checksum);
-  void write_entry(u32 entry, const Key& key, const PublishBatch& batch, u64 item);
+  friend class Adopter;
+  void set_parent(u32 entry, u32 parent) const;
+  void write_entry(u32 entry, const Key& key, const PublishBatch& batch, u64 item, u32 parent);
   Shared<u64>* free_slot(const Key& key) const;
   void clear_slot(u32 entry);
   void free_entry(u32 entry, Evicted& out);
