@@ -150,6 +150,9 @@ class Clients:
 
     def disconnect(self, client: Client, error: KvdError | None) -> None:
         """Stop serving a client that lives (or may): its leases and reservations stay until its process is gone."""
+        if client.attached and error is None:
+            # The sockets of a dying process close before its pidfd tells: what it pushed until then counts.
+            self.drain_all(client)
         if not client.attached:
             return
         client.state, client.attached = State.DISCONNECTED, False

@@ -58,7 +58,7 @@ def reader(store: kvd.Store, *, pause: bool = False) -> None:
     wait()
 
 
-def writer(store: kvd.Store, *, unread: bool = False, half: bool = False) -> None:
+def writer(store: kvd.Store, *, unread: bool = False, half: bool = False, pause: bool = False) -> None:
     ns = namespace(store)
     chain = chain_of(ns, WRITTEN)
     if unread:
@@ -74,8 +74,21 @@ def writer(store: kvd.Store, *, unread: bool = False, half: bool = False) -> Non
             writes[position].view[: SIZE // 2] = pattern(identity)[: SIZE // 2]
             stop()
         writes[position].fill(pattern(identity))
+    if pause:
+        stop()
     say([result.name for result in writes.publish()])
     wait()
+
+
+def pushed(store: kvd.Store) -> None:
+    """Pushes what it wrote as published, closes its sockets, stops."""
+    ns = namespace(store)
+    writes = ns.reserve(chain_of(ns, WRITTEN), nbytes=SIZE)
+    writes.fill([pattern(identity) for identity in chain_of(ns, WRITTEN)])
+    for _, payload in writes._publications(range(CHUNKS)):
+        store.native.submit(Sq.PUBLISH, 1 << 20, payload)
+    unplug()
+    stop()
 
 
 def asleep(store: kvd.Store) -> None:
@@ -102,11 +115,8 @@ def parent(store: kvd.Store) -> None:
     del leases, writes
 
 
-def unplugged(store: kvd.Store) -> None:
-    """Reserves, closes its sockets, stops; goes on to write into its slots, which must still be its own."""
-    ns = namespace(store)
-    chain = chain_of(ns, WRITTEN)
-    writes = ns.reserve(chain, nbytes=SIZE)
+def unplug() -> None:
+    """Close every socket in the sense that counts: the other side sees the end."""
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
         try:
@@ -116,6 +126,14 @@ def unplugged(store: kvd.Store) -> None:
         if is_socket:
             with socket.socket(fileno=os.dup(fd)) as one:
                 one.shutdown(socket.SHUT_RDWR)
+
+
+def unplugged(store: kvd.Store) -> None:
+    """Reserves, closes its sockets, stops; goes on to write into its slots, which must still be its own."""
+    ns = namespace(store)
+    chain = chain_of(ns, WRITTEN)
+    writes = ns.reserve(chain, nbytes=SIZE)
+    unplug()
     say("unplugged")
     stop()
     for write, identity in zip(writes, chain, strict=True):
@@ -129,6 +147,8 @@ ROLES = {
     "reading": lambda store: reader(store, pause=True),
     "writer": writer,
     "unread": lambda store: writer(store, unread=True),
+    "filled": lambda store: writer(store, pause=True),
+    "pushed": pushed,
     "half": lambda store: writer(store, half=True),
     "asleep": asleep,
     "parent": parent,

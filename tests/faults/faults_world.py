@@ -55,6 +55,12 @@ def publish(ns: kvd.Namespace, chain: kvd.Chain, size: int = SIZE, salt: int = 0
         return writes.publish()
 
 
+def injected(**settings: str) -> dict[str, str]:
+    """Environment of a daemon that reads inject/sitecustomize.py before anything else."""
+    path = [str(HERE / "inject"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path), **settings}
+
+
 def until(condition: Callable[[], Any], what: str, within_s: float = STUCK_S) -> Any:
     """Ask until it is so; each look is a round trip to another process, nothing sleeps."""
     end_s = time.monotonic() + within_s

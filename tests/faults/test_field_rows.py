@@ -14,7 +14,6 @@ import struct
 import subprocess
 import sys
 from array import array
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from faults_world import (
     MANIFEST,
     SIZE,
     chain_of,
+    injected,
     namespace,
     pattern,
     publish,
@@ -39,7 +39,6 @@ from kvd.shm.messages import Cq, Published, Sq
 from kvd.types import Member
 
 pytestmark = pytest.mark.slow
-INJECT = str(Path(__file__).parent / "inject")
 ALL = [Published.PUBLISHED] * CHUNKS
 MIB = 1 << 20
 
@@ -186,7 +185,7 @@ def test_b2_ten_thousand_random_aborts_leave_no_lease_and_no_reservation(daemon:
 
 def test_b4_the_lease_of_a_living_client_never_expires(daemon: Any, child: Any) -> None:
     """It is stopped for what the daemon takes for days, while others need all the room."""
-    running = daemon(pool={"size": "16MiB"}, env={"PYTHONPATH": INJECT, "FAULTS_OMIT": "rush"})
+    running = daemon(pool={"size": "16MiB"}, env=injected(FAULTS_OMIT="rush"))
     with kvd.connect(running.socket) as store:
         ns = namespace(store)
         publish(ns, chain_of(ns, READ))
@@ -223,7 +222,7 @@ def test_b5_probing_protects_nothing(daemon: Any) -> None:
 
 def test_b6_a_task_that_dies_stops_the_daemon_for_all_to_see(daemon: Any) -> None:
     """Housekeeping that is gone would let the pool freeze: the daemon says so, ends, and the next one serves."""
-    running = daemon(pool={"size": "16MiB"}, env={"PYTHONPATH": INJECT, "FAULTS_OMIT": "tick"})
+    running = daemon(pool={"size": "16MiB"}, env=injected(FAULTS_OMIT="tick"))
     running.expected_codes.add(70)
     store = kvd.connect(running.socket)
     ns = namespace(store)

@@ -20,6 +20,7 @@ from faults_world import (
     SIZE,
     STUCK_S,
     chain_of,
+    injected,
     namespace,
     pattern,
     publish,
@@ -33,7 +34,6 @@ from kvd.errors import CapacityError, UnavailableError
 pytestmark = pytest.mark.slow
 ALL = [kvd.Published.PUBLISHED] * CHUNKS
 OTHER_SALT = 0x55
-INJECT = str(Path(__file__).parent / "inject")
 
 
 @pytest.fixture
@@ -175,6 +175,23 @@ def test_a_writer_that_was_stopped_goes_on(
     assert published or space(running)["leases"] == 0
 
 
+def test_what_was_pushed_counts_although_the_sockets_were_closed_first(
+    world: Any, child: Any, other_leaves: Any
+) -> None:
+    """The kernel closes a dying process's sockets before it says that the process is gone: nothing is lost between."""
+    running, ns = world
+    one = child("pushed", running.socket)
+    one.wait_stopped()
+    until(lambda: any(row["state"] == "disconnected" for row in running.call("clients")), "seen as left")
+    one.kill()
+    other_leaves(running)
+    chain = chain_of(ns, WRITTEN)
+    assert ns.match(chain) == CHUNKS
+    with ns.acquire(chain) as leases:
+        assert [bytes(lease.view) for lease in leases] == [pattern(identity) for identity in chain]
+    assert space(running)["reserved"] == 0
+
+
 def test_a_client_that_dies_asleep_leaves_nothing(world: Any, child: Any, other_leaves: Any) -> None:
     """It waits for an answer of a daemon that is stopped; its reservation is granted only after its death."""
     running, ns = world
@@ -276,7 +293,7 @@ def test_a_daemon_killed_at_any_step_leaves_views_unchanged(daemon: Any, library
 
     :5 is the first chunk of the second batch.
     """
-    env = {"PYTHONPATH": INJECT, "FAULTS_LIBRARY": str(library), "KVD_STOP_AT": step}
+    env = injected(FAULTS_LIBRARY=str(library), KVD_STOP_AT=step)
     running = daemon(pool={"size": "16MiB"}, env=env)
     store, other = kvd.connect(running.socket), kvd.connect(running.socket)
     ns, theirs = namespace(store), namespace(other)

@@ -18,7 +18,7 @@ import native_build
 import pytest
 import single_step
 from clients_of_faults import READ, WRITTEN
-from faults_world import CHUNKS, MANIFEST, SIZE, chain_of, namespace, publish, space, until
+from faults_world import CHUNKS, MANIFEST, SIZE, chain_of, injected, namespace, publish, space, until
 
 import kvd
 from kvd.clientlib import leases as leases_module
@@ -98,13 +98,16 @@ def test_every_native_mechanism_has_a_story() -> None:
 def daemon_without(daemon: Any, omit: str, **options: Any) -> Any:
     return daemon(
         pool={"size": "16MiB"}, clients={"max": 2},
-        env={"PYTHONPATH": str(HERE / "inject"), "FAULTS_OMIT": omit}, **options,
+        env=injected(FAULTS_OMIT=omit), **options,
     )  # fmt: skip
 
 
 def published_before_death(running: Any, ns: kvd.Namespace, child: Any) -> bool:
     """Whether what a writer had pushed as published when it was killed is there."""
-    one = child("writer", running.socket, stop_at="push.visible:2")
+    one = child("filled", running.socket, stop_at="push.visible:2")
+    one.wait_stopped()
+    assert space(running)["reserved"] == CHUNKS * SIZE  # the daemon has answered, and sleeps
+    one.resume()
     one.wait_stopped()
     one.kill()
     until(lambda: len(running.call("clients")) == 1, "the dead writer's slot")

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults_world import BACK_WITHIN_S, STUCK_S, space, until
+from faults_world import BACK_WITHIN_S, STUCK_S, injected, space, until
 from stress_workers import COUNTS
 
 HERE = Path(__file__).resolve().parent
@@ -159,7 +159,7 @@ def test_no_torn_read_and_no_leak_while_workers_are_killed(
 @pytest.mark.timeout(0)
 def test_without_the_hazard_scan_torn_reads_are_counted(daemon: Any, tmp_path: Path, library: Path) -> None:
     """The stress can fail: the daemon reuses what readers hold, and they see it."""
-    env = {"PYTHONPATH": str(HERE / "inject"), "FAULTS_LIBRARY": str(library), "KVD_MUTANT": "HAZARD_SCAN"}
+    env = injected(FAULTS_LIBRARY=str(library), KVD_MUTANT="HAZARD_SCAN")
     _, counted = run(daemon, tmp_path, 3.0, env)
     print(counted)
     assert counted["torn"] > 0

@@ -20,13 +20,13 @@ def _omit_drain() -> None:
     """The ring of a dead client is not read before what it held is given back."""
     from kvd.server.clients import Clients
 
-    take = Clients._on_exit
+    for name in ("_on_exit", "disconnect"):
 
-    def on_exit(self, client):
-        self.drain_all = lambda _client: None
-        take(self, client)
+        def without(self, *args, take=getattr(Clients, name)):
+            self.drain_all = lambda _client: None
+            take(self, *args)
 
-    Clients._on_exit = on_exit
+        setattr(Clients, name, without)
 
 
 def _omit_reclaim() -> None:
