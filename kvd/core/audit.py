@@ -64,6 +64,8 @@ def _slots(books: Books) -> None:
         for place, s in zip(r.places, r.states, strict=True)
         if s
     ]
+    for _, quarantined in books.quarantine.values():
+        reserved.extend(quarantined)
     reserved_set = set(reserved)
     _require(len(reserved_set) == len(reserved), "a slot is reserved twice")
     by_entry: Counter[int] = Counter()
@@ -211,6 +213,11 @@ def _reservations(books: Books) -> None:
                 _require(claimed, "a reservation's family is not claimed")
         parent = reservation.parent_entry
         _require(parent == NONE or forest.is_used(parent), "a reservation's parent left")
+    for client, (quarantined, places) in books.quarantine.items():
+        _require(client not in books.clients, "a client is in quarantine")
+        _require(len(quarantined) == len(places) > 0, "records and slots in quarantine differ")
+        taken.update(quarantined)
+        records += len(quarantined)
     _require(dict(claims) == forest.claims, "claims are counted wrong")
     _require(set(claims) <= set(forest.runs()), "a run that is gone is claimed")
     _require(dict(pending) == books.reservations.pending.counts(), "pending items are counted wrong")

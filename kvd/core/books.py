@@ -6,6 +6,7 @@ step wants done.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -89,6 +90,8 @@ class Books:
         self.orphans = Orphans()
         self.journal = Journal(config.journal_requests)
         self.ghosts = Ghosts(config.ghosts)
+        # What clients of an earlier daemon may still be filling: client -> records, places.
+        self.quarantine: dict[int, tuple[array[int], array[int]]] = {}
         self.limbo: dict[int, int] = {}  # withdrawn entries that somebody still holds -> bytes of their slots
         self.effects: list[Effect] = []
         self.now_ns = 0

@@ -79,6 +79,12 @@ class Numbers:
         self.fresh += 1
         return self.fresh - 1
 
+    def restore(self, fresh: int, returned: array[int]) -> None:
+        """Numbers below `fresh` are given out, but for those that were returned. Before the first `take`."""
+        self.fresh = fresh
+        self._returned = returned
+        self.free_count = self.end - fresh + len(returned)
+
     def give(self, numbers: array[int]) -> None:
         """Give numbers back."""
         self.free_count += len(numbers)

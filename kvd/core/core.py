@@ -9,10 +9,11 @@ nothing else may happen until it comes.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
-from kvd.core import audit, report
+from kvd.core import audit, report, restoring
 from kvd.core.administration import Administration
 from kvd.core.books import Answer, Ask, Books, ClientBook, CoreConfig, Flow
 from kvd.core.events import (
@@ -24,6 +25,8 @@ from kvd.core.events import (
     ClientGone,
     DoAgain,
     DoFlags,
+    DoFreeRecords,
+    DoParents,
     Effect,
     Event,
     Evicted,
@@ -31,6 +34,7 @@ from kvd.core.events import (
     Publish,
     Published,
     Reserve,
+    Restore,
     SegmentReady,
     Tick,
     Touch,
@@ -84,6 +88,7 @@ class Core:
             ClientGone: self._client_gone,
             Pin: self._administration.pin,
             Unpin: self._administration.unpin,
+            Restore: lambda event: restoring.restore(books, event),
         }
 
     # -- stepping --------------------------------------------------------------------------------------------
@@ -115,6 +120,10 @@ class Core:
         if flags:
             effects.extend(DoFlags(entries, int(pinned)) for entries, pinned in flags)
             flags.clear()
+        linked = books.forest.linked
+        if linked:
+            effects.append(DoParents(array("I", [e for e, _ in linked]), array("I", [p for _, p in linked])))
+            linked.clear()
         return effects
 
     def _answer(self, event: Any) -> None:
@@ -156,6 +165,12 @@ class Core:
         if books.clients.pop(event.client, None) is not None:
             self._publishing.client_gone(event.client)
             books.counters["clients_gone"] += 1
+        elif event.client in books.quarantine:
+            records, places = books.quarantine.pop(event.client)
+            books.effects.append(DoFreeRecords(records))
+            books.records.give(records)
+            books.slots.give(places, reserved=True)
+            books.counters["orphaned"] += len(records)
 
     def _touched(self, event: Touched) -> None:
         """Recency only. A touch older than the run it names is about a family that had the entry before."""
@@ -208,6 +223,11 @@ class Core:
     ) -> tuple[list[report.FamilyRow], int | None]:
         """A page of families from entry `start` on, and where the next page begins (None: that was all)."""
         return report.families(self._books, namespace, start, limit)
+
+    def namespace_of(self, entry: int) -> int | None:
+        """The namespace of a family, None if there is none in this entry (or it is in limbo)."""
+        forest = self._books.forest
+        return forest.namespace_of[forest.run_of[entry]] if forest.is_used(entry) else None
 
     def validate(self) -> None:
         """Check every invariant. InvariantError says which one is broken. For tests: reads everything."""

@@ -277,7 +277,9 @@ class Restore:
     run_pins: Buffer  # by run, u8: PinKind
     members: Buffer  # u32: the entries of all runs, one run after the other
     shapes: list[tuple[int, ...]]  # sizes of the slots that a family has
-    slabs: list[tuple[int, int, Buffer, Buffer, int, int]]  # frame, slot bytes, owners, free places, fresh, reserved
+    slabs: list[
+        tuple[int, int, Buffer, Buffer, int, int]
+    ]  # frame, slot bytes, owners, free places, fresh, reserved
     limbo: Buffer  # u32: withdrawn entries
     ghost_slots: Buffer  # u32 a record that an old client may still be filling: that client
     ghost_records: Buffer  # u32

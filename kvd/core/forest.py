@@ -58,7 +58,9 @@ class Forest:
         self.claims: dict[int, int] = {}
         self.namespaces: dict[int, list[int]] = {}  # namespace -> [families, bytes]
         self.splits_count = 0
-        self.linked: list[tuple[int, int]] = []  # entry, what it lies behind, learned late; the core takes them
+        self.linked: list[
+            tuple[int, int]
+        ] = []  # entry, what it lies behind, learned late; the core takes them
         self.orphaned: list[tuple[int, int, int]] = []  # lost key8, key8 and entry: `Leaving` takes them
         self.policy: Policy
         self.pins: Pins
@@ -137,7 +139,7 @@ class Forest:
         way.
         """
         parent = NONE
-        row = self._class_set_row(class_set)
+        row = self.class_set_row(class_set)
         size_bytes = family_bytes * len(entries)
         run = NONE
         if behind != NONE:
@@ -192,7 +194,7 @@ class Forest:
         self.pins.resized(run, slot_bytes)
         have = self._class_sets[self.classes_of[run]]
         if have | class_set != have:
-            self.classes_of[run] = self._class_set_row(have | class_set)
+            self.classes_of[run] = self.class_set_row(have | class_set)
 
     def link(self, before: int, entry: int) -> None:
         """The family `entry` lies directly behind `before`, which the forest learns late if it came first."""
@@ -204,12 +206,13 @@ class Forest:
             return
         if any(one == run for one in self.path(self.run_of[before])):
             return  # a client that names keys in a circle gets no circle
+        self.linked.append((entry, before))
         if at:
             self.split(run, at)
         parent = self.ending_at(before)
         self.pins.detach(run)
         self._unlink_child(run)
-        self._link_child(run, parent)
+        self.link_child(run, parent)
         self.pins.attach(run)
         protect = self.policy.list_of[run] == PROTECTED  # a prefix is never ranked below its suffix
         for one in self.path(parent):
@@ -320,8 +323,8 @@ class Forest:
         self.run_bytes[run] -= head_bytes
         before = self.parent[run]
         self._unlink_child(run)
-        self._link_child(head, before)
-        self._link_child(run, head)
+        self.link_child(head, before)
+        self.link_child(run, head)
         for entry in head_members:
             self.run_of[entry] = head
         self.policy.split(run, head, head_bytes)
@@ -366,7 +369,7 @@ class Forest:
         run = self.run_numbers.take_one()
         self._grow_runs()
         self._set_run(run, entries[:], namespace, size_bytes, request, row, now_ns, now_ns)
-        self._link_child(run, parent)
+        self.link_child(run, parent)
         self.policy.added(run, size_bytes)
         return run
 
@@ -412,7 +415,7 @@ class Forest:
         """The family before this run, whose identity begins with `key8`, has left without it."""
         self.pins.detach(run)
         self._unlink_child(run)
-        self._link_child(run, NONE)
+        self.link_child(run, NONE)
         first = self.members[run][0]
         self.orphaned.append((key8, self.key8_of[first], first))
 
@@ -421,7 +424,8 @@ class Forest:
         self.policy.resized(run, delta_bytes)
         self.pins.resized(run, delta_bytes)
 
-    def _link_child(self, run: int, parent: int) -> None:
+    def link_child(self, run: int, parent: int) -> None:
+        """Put a run that has no parent behind this one (NONE: it is a root)."""
         self.parent[run] = parent
         self.previous_sibling[run] = NONE
         if parent == NONE:
@@ -445,7 +449,8 @@ class Forest:
         if after != NONE:
             self.previous_sibling[after] = before
 
-    def _class_set_row(self, class_set: int) -> int:
+    def class_set_row(self, class_set: int) -> int:
+        """The row of `_class_sets` that holds these classes."""
         row = self._class_set_rows.get(class_set)
         if row is None:
             if len(self._class_sets) > 0xFFFF:

@@ -40,6 +40,9 @@ class Policy(Protocol):
     def added(self, run: int, size_bytes: int) -> None:
         """A new run, the warmest of those that nobody asked for yet."""
 
+    def restored(self, runs_count: int, size_bytes: int) -> None:
+        """The first runs, so many, all as warm as each other but for their order: who comes later is colder."""
+
     def resized(self, run: int, delta_bytes: int) -> None:
         """The run has so many bytes more (or fewer, if negative)."""
 
@@ -89,6 +92,17 @@ class Lru:
         self.list_of[run] = PROBATION
         self.list_bytes[PROBATION] += size_bytes
         self._insert(run, self.colder[PROBATION])
+
+    def restored(self, runs_count: int, size_bytes: int) -> None:
+        first, end = lists_count, lists_count + runs_count
+        if not runs_count:
+            return
+        # first is the warmest, the last one the coldest: columns, since there may be a million of them.
+        self.warmer[first:end] = array("I", [PROBATION, *range(first, end - 1)])
+        self.colder[first:end] = array("I", [*range(first + 1, end), PROBATION])
+        self.list_of[first:end] = array("B", bytes([PROBATION])) * runs_count
+        self.warmer[PROBATION], self.colder[PROBATION] = end - 1, first
+        self.list_bytes[PROBATION] = size_bytes
 
     def resized(self, run: int, delta_bytes: int) -> None:
         self.list_bytes[self.list_of[run]] += delta_bytes

@@ -16,8 +16,8 @@ from array import array
 from bisect import bisect_left
 
 from kvd import limits
-from kvd.core.columns import Numbers
-from kvd.core.events import NONE
+from kvd.core.columns import Numbers, u32, u64
+from kvd.core.events import NONE, Buffer
 from kvd.core.frames import Frames, frame_shift
 from kvd.errors import CapacityError, InvariantError, Retry, UsageError
 
@@ -109,6 +109,9 @@ class Slots:
         self.classes_dropped_count = 0  # whoever keeps a class looks whether this has changed
         self.slab_at: dict[int, Slab] = {}  # by each of its frames
         self._ready: list[list[tuple[int, int]]] = [[] for _ in segment_bytes]
+        self._restored: list[
+            tuple[int, int]
+        ] = []  # frame, count: extents that were in use before they were ready
         self._slabs: dict[int, Slab] = {}
         self._slab_numbers = Numbers(0, NONE)
         self._class_numbers = Numbers(0, limits.size_classes_max)
@@ -128,10 +131,40 @@ class Slots:
                 code="segment", segment=segment, begin_bytes=begin_bytes, end_bytes=end_bytes,
             )  # fmt: skip
         self._ready[segment].append((begin_bytes, end_bytes))
-        count = (end_bytes - begin_bytes) >> frame_shift
-        if count:
-            self.usable_bytes += count << frame_shift
-            self.frames.give((segment << 48 | begin_bytes) >> frame_shift, count)
+        frame = (segment << 48 | begin_bytes) >> frame_shift
+        end = frame + ((end_bytes - begin_bytes) >> frame_shift)
+        restored = self._restored
+        at = bisect_left(restored, (frame, 0))
+        if at and sum(restored[at - 1]) > frame:
+            at -= 1
+        while frame < end:
+            used, count = restored[at] if at < len(restored) else (end, 0)
+            gap = min(used, end) - frame
+            if gap > 0:
+                self.usable_bytes += gap << frame_shift
+                self.frames.give(frame, gap)
+            frame = used + count
+            at += 1
+
+    def restore(self, rows: list[tuple[int, int, Buffer, Buffer, int, int]]) -> None:
+        """Slabs that an earlier daemon left, before anything else: frame, slot bytes, owners (u32 a slot), free places
+        (u64), how many slots at the end are fresh, how many are reserved. They are numbered in this order.
+        """
+        for frame, slot_bytes, owners, free, fresh_count, reserved_count in rows:
+            size_class = self.class_for(slot_bytes)
+            slab = Slab(self._slab_numbers.take_one(), size_class, frame)
+            slab.owners, slab.free = u32(owners), u64(free)
+            slab.fresh_count, slab.reserved_count = fresh_count, reserved_count
+            if len(slab.owners) != size_class.slab_slots:
+                raise InvariantError(f"slab {slab.number} has {len(slab.owners)} slots", code="restore")
+            self._place_slab(slab)
+            size_class.free_count += slab.free_count
+            size_class.reserved_count += reserved_count
+            if slab.free_count:
+                size_class.partial[slab] = None
+            self._restored.append((frame, size_class.slab_frames))
+            self.usable_bytes += size_class.slab_frames << frame_shift
+        self._restored.sort()
 
     # -- classes ---------------------------------------------------------------------------------------------
 
@@ -141,8 +174,7 @@ class Slots:
         UsageError: larger than the largest segment, or more different sizes in use than
         `limits.size_classes_max`.
         """
-        align = limits.slot_align_bytes if size_bytes < limits.page_bytes else limits.page_bytes
-        slot_bytes = -(-size_bytes // align) * align
+        slot_bytes = _slot_bytes(size_bytes)
         found = self.classes.get(slot_bytes)
         return found if found is not None else self._new_class(slot_bytes)
 
@@ -252,13 +284,18 @@ class Slots:
         if frame is None:
             return False
         slab = Slab(self._slab_numbers.take_one(), size_class, frame)
-        self._slabs[slab.number] = slab
-        for at in range(frame, frame + size_class.slab_frames):
-            self.slab_at[at] = slab
+        self._place_slab(slab)
         size_class.partial[slab] = None
-        size_class.slabs_count += 1
         size_class.free_count += size_class.slab_slots
         return True
+
+    def _place_slab(self, slab: Slab) -> None:
+        self._slabs[slab.number] = slab
+        for at in range(slab.frame, slab.frame + slab.size_class.slab_frames):
+            if at in self.slab_at:
+                raise InvariantError(f"frame {at} is in two slabs", code="slot")
+            self.slab_at[at] = slab
+        slab.size_class.slabs_count += 1
 
     def _drop_slab(self, slab: Slab) -> None:
         size_class = slab.size_class
@@ -272,6 +309,20 @@ class Slots:
         del self._slabs[slab.number]
         self._slab_numbers.give_one(slab.number)
         self.frames.give(slab.frame, size_class.slab_frames)
+
+
+def slot_and_slab(size_bytes: int, segment_bytes: list[int]) -> tuple[int, int]:
+    """(bytes of the slot, frames of the slab) that an object of this size takes in such a pool; (0, 0): none fits."""
+    slot_bytes = _slot_bytes(size_bytes)
+    frames_max = max((size >> frame_shift for size in segment_bytes), default=0)
+    if not 0 < slot_bytes <= frames_max << frame_shift:
+        return 0, 0
+    return slot_bytes, _slab_frames(slot_bytes, frames_max)
+
+
+def _slot_bytes(size_bytes: int) -> int:
+    align = limits.slot_align_bytes if size_bytes < limits.page_bytes else limits.page_bytes
+    return -(-size_bytes // align) * align
 
 
 def _slab_frames(slot_bytes: int, frames_max: int) -> int:

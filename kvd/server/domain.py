@@ -80,6 +80,7 @@ class Domain:
             ev.DoPublish: self._publish,
             ev.DoEvict: self._evict,
             ev.DoFreeRecords: lambda effect: self.table.free_records(effect.records),
+            ev.DoParents: lambda effect: self.table.set_parents(effect.entries, effect.parents),
             ev.DoFlags: lambda effect: self.table.set_flags(effect.entries, effect.flags),
             ev.Note: self._note,
         }
@@ -129,6 +130,8 @@ class Domain:
             effect.records,
             effect.checksums,
             effect.entries,
+            effect.namespace,
+            effect.parents,
         )
         return ev.Published(effect.token, statuses, memoryview(entries).cast("I"), differs, used)
 

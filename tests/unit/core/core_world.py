@@ -80,6 +80,7 @@ class World:
         self.evictions: list[tuple[ev.Reason, list[bytes]]] = []
         self.notes: list[ev.Note] = []
         self.flags: dict[int, int] = {}
+        self.learned: dict[int, int] = {}  # entry -> the entry it lies behind, as the core said late
         self.later: deque[int] = deque()
         self.op = 0
         if ready:
@@ -110,6 +111,8 @@ class World:
                         self._free_slot(self.pending.pop(record))
                 case ev.DoFlags():
                     self.flags.update(dict.fromkeys(effect.entries, effect.flags))
+                case ev.DoParents():
+                    self.learned.update(zip(effect.entries, effect.parents, strict=True))
                 case ev.DoAgain():
                     self.later.append(effect.token)
                 case ev.Note():
