@@ -25,13 +25,19 @@ def median_ns(action: Callable[[], object], repeats: int) -> float:
 
 
 class Buffers:
-    """Blocks of 8 MiB in shared memory with huge pages where the host gives them, touched once: the shape of a pool."""
+    """Blocks of 8 MiB, touched once, in huge pages where the host gives them.
 
-    def __init__(self, total_bytes: int, name: str) -> None:
-        fd = os.memfd_create(f"kvd-bench-{name}", os.MFD_CLOEXEC)
-        os.ftruncate(fd, total_bytes)
-        self._map = mmap.mmap(fd, total_bytes)
-        os.close(fd)
+    `shared`: a memfd, the shape of a pool. Otherwise anonymous memory, the shape of an engine's buffers.
+    """
+
+    def __init__(self, total_bytes: int, *, shared: bool) -> None:
+        if shared:
+            fd = os.memfd_create("kvd-bench", os.MFD_CLOEXEC)
+            os.ftruncate(fd, total_bytes)
+            self._map = mmap.mmap(fd, total_bytes)
+            os.close(fd)
+        else:
+            self._map = mmap.mmap(-1, total_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._map.madvise(mmap.MADV_HUGEPAGE)
         whole = memoryview(self._map)
         self.blocks: Sequence[memoryview] = [
