@@ -148,7 +148,15 @@ class Domain:
 
     def _note(self, effect: ev.Note) -> None:
         logger = _log.warning if effect.level == "warning" else _log.info
-        logger(effect.event, domain=self.name, **effect.fields)
+        fields = effect.fields
+        if effect.event == "duplicate_differs":
+            stored = self.stored_checksum(int(str(fields["entry"])), int(str(fields["member"])))
+            fields = {**fields, "stored_checksum": f"{stored:016x}"}
+        logger(effect.event, domain=self.name, **fields)
+
+    def stored_checksum(self, entry: int, member: int) -> int:
+        """The checksum a published member carries."""
+        return next(int(m["checksum"]) for m in self.table.entry(entry)["members"] if m["member"] == member)
 
     def register_namespace(self, encoded: bytes, label: str) -> NamespaceRecord:
         """The record of this manifest, new or known. Raises UsageError(encoding), CapacityError(namespaces)."""
