@@ -1,6 +1,7 @@
 #include "paged.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <utility>
 
@@ -12,7 +13,7 @@ namespace {
 
 // From these sizes on a run gains from going past the cache. A gather writes front to back, which a cache does well for
 // short runs; a scatter writes in no order, which costs a read of each line that is not stored whole.
-constexpr std::uint64_t gather_stream_run_bytes_min = 1024;
+constexpr std::uint64_t gather_stream_run_bytes_min = 512;
 constexpr std::uint64_t scatter_stream_run_bytes_min = 256;
 
 bool streams(std::uint64_t run_bytes, PagedDirection direction) noexcept {
@@ -209,8 +210,34 @@ class BlocksAhead {
   std::uint64_t count_, stride_, asked_bytes_, distance_;
 };
 
+// One short run a block and nothing else: what a call for each of them costs is then most of the time.
+template <std::size_t run_bytes>
+void gather_short(const PagedRun& run, std::uint8_t* object, const std::uint8_t* paged, const std::uint32_t* ids,
+                  std::uint64_t count) {
+  const BlocksAhead ahead(run, paged, ids, count);
+  const std::uint64_t stride = run.paged_block_stride, step = run.object_block_stride;
+  for (std::uint64_t b = 0; b < count; ++b, object += step) {
+    ahead.before(b);
+    std::memcpy(object, paged + ids[b] * stride, run_bytes);
+  }
+}
+
+bool gather_if_short(const PagedRun& run, std::uint8_t* object, const std::uint8_t* paged, const std::uint32_t* ids,
+                     std::uint64_t count) {
+  if (!run.dims.empty()) return false;
+  switch (run.run_bytes) {
+    case 16: return gather_short<16>(run, object, paged, ids, count), true;
+    case 32: return gather_short<32>(run, object, paged, ids, count), true;
+    case 64: return gather_short<64>(run, object, paged, ids, count), true;
+    case 128: return gather_short<128>(run, object, paged, ids, count), true;
+    case 256: return gather_short<256>(run, object, paged, ids, count), true;
+    default: return false;
+  }
+}
+
 void gather_run(const RunCopier& copier, const PagedRun& run, std::uint8_t* object, const std::uint8_t* paged,
                 const std::uint32_t* ids, std::uint64_t count) {
+  if (gather_if_short(run, object, paged, ids, count)) return;
   const BlocksAhead ahead(run, paged, ids, count);
   for (std::uint64_t b = 0; b < count; ++b, object += run.object_block_stride) {
     ahead.before(b);
