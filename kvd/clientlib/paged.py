@@ -8,7 +8,7 @@ kvd.shm.compute.
 from __future__ import annotations
 
 from kvd.shm.compute import PagedPlan as Plan
-from kvd.shm.compute import gather, scatter
+from kvd.shm.compute import copy, gather, scatter
 from kvd.shm.compute import paged_plan as plan
 
-__all__ = ["Plan", "gather", "plan", "scatter"]
+__all__ = ["Plan", "copy", "gather", "plan", "scatter"]

@@ -12,7 +12,7 @@ from typing import Any
 
 import kvd
 from kvd.errors import UsageError
-from kvd.kvctl.bench import bulk, floors, index
+from kvd.kvctl.bench import bulk, floors, geometry, index
 from kvd.kvctl.bench.daemon import Bench, running
 
 Progress = Callable[[str], None]
@@ -66,13 +66,14 @@ def measure(plan: Plan, progress: Progress) -> dict[str, Any]:
     try:
         rows, details = _index_rows(plan, own, other, progress)
         more, bulk_details = _bulk_rows(other, progress)
+        meant, geometry_details = _geometry_rows(other, progress)
         growth = _growth(plan, other, progress)
     finally:
         os.sched_setaffinity(0, set(cpus))
     return {
-        "rows": [*rows, *more],
+        "rows": [*rows, *more, *meant],
         "growth": growth,
-        "details": {**details, **bulk_details},
+        "details": {**details, **bulk_details, **geometry_details},
         "host": {
             "cpus": os.cpu_count(), "machine": platform.machine(), "kernel": platform.release(),
             "python": platform.python_version(), "kvd": kvd.__version__,
@@ -201,6 +202,34 @@ def _bulk_rows(other: int, progress: Progress) -> tuple[list[Row], dict[str, Any
         "get8_gb_s": get,
         "scatter": scatter,
     }
+
+
+def _geometry_rows(other: int, progress: Progress) -> tuple[list[Row], dict[str, Any]]:
+    progress("family match, re-sharding")
+    with (
+        running(other, pool_size="768MiB", pool_families_max=65536) as bench,
+        bench.connect("bench") as store,
+    ):
+        match = geometry.family_match_over_plain(store)
+        reshard = geometry.reshard_over_plain(store)
+    progress("gather and scatter over run sizes")
+    sweep = geometry.paged_sweep()
+    rows = [
+        Row("family_match_over_plain", "match of 128 chunks × 8 shards by geometry ÷ plain match of 128",
+            max(match.values()), "≤", 2, ", ".join(f"{name} {ratio:.2f}" for name, ratio in match.items())),
+        Row("reshard_4to2_over_plain", "a TP 2 rank reads what TP 4 wrote ÷ what TP 2 wrote", reshard["ratio"],
+            "≥", 0.8, f"plain {reshard['plain_gb_s']:.1f} GB/s"),
+    ]  # fmt: skip
+    for figure, what, target, from_bytes in (
+        ("gather_over_floor", "gather ÷ non-temporal copy, runs of 32 KiB and up", 0.8, geometry.LONG_RUN_BYTES_MIN),
+        ("scatter_over_floor", "scatter ÷ non-temporal copy, runs of 32 KiB and up", 0.8, geometry.LONG_RUN_BYTES_MIN),
+        ("gather_sweep_over_torch", "gather ÷ index_select, every run size", 1.0, 0),
+        ("scatter_sweep_over_torch", "scatter ÷ index_copy_, every run size", 1.0, 0),
+    ):  # fmt: skip
+        worst = geometry.worst(sweep, figure.replace("_sweep", ""), from_bytes)
+        note = f"worst at runs of {worst[1]:,} B" if worst else "torch is not installed"
+        rows.append(Row(figure, what, worst[0] if worst else None, "≥", target, note))
+    return rows, {"family_match": match, "reshard": reshard, "paged_sweep": sweep}
 
 
 def _growth(plan: Plan, other: int, progress: Progress) -> dict[str, Any]:
