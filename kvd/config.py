@@ -228,6 +228,15 @@ class ObjectsConfig(_Section):
 
     strict_duplicates: bool = False
     """tell a writer whose bytes differ from those already there, and log both checksums"""
+    verify_sample: Annotated[int, Field(ge=0, le=1 << 32)] = 1000
+    """the daemon computes the checksum of every n-th published object once more; 0: of none"""
+
+
+class RestartConfig(_Section):
+    """What outlives the process, so that the next one serves from the same memory."""
+
+    keep: Literal["auto", "service-manager", "keeper", "off"] = "auto"
+    """who keeps the memory over a restart; auto: the service manager if it says that it stores enough, else nobody"""
 
 
 class Origin(BaseModel):

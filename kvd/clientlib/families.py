@@ -13,7 +13,7 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvd.clientlib.leases import Leases
+from kvd.clientlib.leases import Leases, Report
 from kvd.clientlib.native_errors import NATIVE, translate
 from kvd.errors import CompatibilityError, LifecycleError, UsageError
 from kvd.layout import chain as reference
@@ -70,21 +70,25 @@ class Families:
                 return usable
             self._learn(unknown)
 
-    def acquire(self, native: Client, asked: Chain, request: int, *, verify: bool) -> FamilyLeases:
+    def acquire(
+        self, native: Client, asked: Chain, request: int, *, verify: bool, report: Report | None = None
+    ) -> FamilyLeases:
         """Leases on what the longest usable prefix needs."""
         while True:
             batch, usable, unknown = native.acquire_family(asked.identities, self._rules, request)
             if unknown < 0:
-                return FamilyLeases(batch, asked, self, usable, verify=verify)
+                return FamilyLeases(batch, asked, self, usable, verify=verify, report=report)
             batch.release()
             self._learn(unknown)
 
-    def adopted(self, batch: LeaseBatch, chain: Chain, *, verify: bool) -> FamilyLeases:
+    def adopted(
+        self, batch: LeaseBatch, chain: Chain, *, verify: bool, report: Report | None = None
+    ) -> FamilyLeases:
         """Leases that another process exported for the prefix `chain`, checked against the rules once more.
 
         Raises LifecycleError when they are not, or no longer, what the prefix needs; then nothing is held.
         """
-        leases = FamilyLeases(batch, chain, self, len(chain), verify=verify)
+        leases = FamilyLeases(batch, chain, self, len(chain), verify=verify, report=report)
         if len(batch) != len(chain) - leases.first_chunk or not leases.suffice():
             batch.release()
             raise LifecycleError(
@@ -108,12 +112,19 @@ class FamilyLeases(Leases):
     __slots__ = ("_families", "_present", "first_chunk", "usable_chunks")
 
     def __init__(
-        self, native: LeaseBatch, chain: Chain, families: Families, usable: int, *, verify: bool
+        self,
+        native: LeaseBatch,
+        chain: Chain,
+        families: Families,
+        usable: int,
+        *,
+        verify: bool,
+        report: Report | None = None,
     ) -> None:
         rule = families.rule
         self.usable_chunks = usable
         self.first_chunk = min(rule.first_chunk(g, usable) for g in range(len(families.geometry.groups)))
-        super().__init__(native, chain[self.first_chunk : usable], verify=verify)
+        super().__init__(native, chain[self.first_chunk : usable], verify=verify, report=report)
         self._families = families
         self._present: list[tuple[int, int]] | None = None
 

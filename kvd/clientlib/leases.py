@@ -10,7 +10,7 @@ their lease alive, whatever else happens: memory under a view never changes. Loc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +24,18 @@ if TYPE_CHECKING:
     from kvd.shm._native import LeaseBatch
 
 
+Report = Callable[[bytes, int], bool]
+"""report(identity, member): tell the daemon that an object is damaged; whether it found the same and withdrew it."""
+
+
 class Lease:
     """The right to read one family. `view` is member 0; `member_view(m)` any other."""
 
-    __slots__ = ("_native", "identity")
+    __slots__ = ("_native", "_report", "identity")
 
-    def __init__(self, native: NativeLease, identity: bytes) -> None:
+    def __init__(self, native: NativeLease, identity: bytes, report: Report | None = None) -> None:
         self._native = native
+        self._report = report
         self.identity = identity
 
     @property
@@ -70,14 +75,18 @@ class Lease:
             return torch.frombuffer(self.member_view(member), dtype=dtype).view(*shape)
 
     def verify(self, member: int = 0) -> None:
-        """Compare the bytes with the checksum they were published with. Raises CorruptionError."""
+        """Compare the bytes with the checksum they were published with.
+
+        Raises CorruptionError, after the daemon was told (a moment's wait): it looks itself, and withdraws the family.
+        """
         seed = int.from_bytes(compute.seeds(self.identity, member), "little")
         found, expected = compute.checksum(self.member_view(member), seed), self._native.checksum(member)
         if found != expected:
+            withdrawn = self._report is not None and self._report(self.identity, member)
             raise CorruptionError(
                 f"object {self.identity.hex()[:16]} member {member}: its bytes do not match its checksum",
                 code="checksum", key=self.identity.hex(), member=member,
-                expected=f"{expected:016x}", found=f"{found:016x}",
+                expected=f"{expected:016x}", found=f"{found:016x}", withdrawn=withdrawn,
             )  # fmt: skip
 
     def release(self) -> None:
@@ -91,12 +100,15 @@ class Lease:
 class Leases(Sequence[Lease]):
     """Leases on the leading chunks of a chain, taken at once. `len()` says how many there were to take."""
 
-    __slots__ = ("_chain", "_native", "_verify")
+    __slots__ = ("_chain", "_native", "_report", "_verify")
 
-    def __init__(self, native: LeaseBatch, chain: Chain, *, verify: bool = False) -> None:
+    def __init__(
+        self, native: LeaseBatch, chain: Chain, *, verify: bool = False, report: Report | None = None
+    ) -> None:
         self._native = native
         self._chain = chain
         self._verify = verify
+        self._report = report
 
     def __len__(self) -> int:
         return len(self._native)
@@ -104,7 +116,7 @@ class Leases(Sequence[Lease]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        lease = Lease(self._native[index], self._chain[index])
+        lease = Lease(self._native[index], self._chain[index], self._report)
         if self._verify:
             lease.verify()
         return lease

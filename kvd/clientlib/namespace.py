@@ -112,10 +112,12 @@ class Namespace:
         try:
             if geom is None:
                 native = store.native.acquire(chain.identities, number)
-                return Leases(native, chain, verify=store.verify_reads)
+                return Leases(native, chain, verify=store.verify_reads, report=store.report_damage)
             families = self.families(geom, chain.chunk_tokens)
             asked = families.asked(chain, prompt_tokens)
-            return families.acquire(store.native, asked, number, verify=store.verify_reads)
+            return families.acquire(
+                store.native, asked, number, verify=store.verify_reads, report=store.report_damage
+            )
         except NATIVE as error:
             raise translate(error) from None
 
@@ -140,10 +142,11 @@ class Namespace:
                 f"chunk {missing} of the exported leases is gone: its generation or epoch has passed",
                 code="adopt", chunk=missing,
             )  # fmt: skip
-        verify = self._store.verify_reads
+        verify, report = self._store.verify_reads, self._store.report_damage
         if geom is None:
-            return Leases(native, chain, verify=verify)
-        return self.families(geom, chain.chunk_tokens).adopted(native, chain, verify=verify)
+            return Leases(native, chain, verify=verify, report=report)
+        families = self.families(geom, chain.chunk_tokens)
+        return families.adopted(native, chain, verify=verify, report=report)
 
     # -- what the bytes mean ------------------------------------------------------------------------------
 

@@ -162,7 +162,20 @@ class Store:
             native = self.native.fetch(identity, member, self.request(request))
         except NATIVE as error:
             raise translate(error) from None
-        return None if native is None else Lease(native, identity)
+        return None if native is None else Lease(native, identity, self.report_damage)
+
+    def report_damage(self, identity: bytes, member: int) -> bool:
+        """Count that an object is damaged and tell the daemon; whether it found the same and withdrew the family.
+
+        Waits for the daemon, at most a second: who reads damaged bytes has lost more time than that already.
+        """
+        with contextlib.suppress(RuntimeError):  # closed meanwhile
+            self.native.add(_COUNTERS.index("verify_failed"), 1)
+        try:
+            answer = self.call("damaged", min(1.0, self.deadline_s), key=identity.hex(), member=member)
+        except (KvdError, OSError, ValueError):
+            return False  # a daemon that is away withdraws nothing; the caller gets its CorruptionError all the same
+        return bool(answer["damaged"])
 
     # -- administration -----------------------------------------------------------------------------------
 

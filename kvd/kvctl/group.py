@@ -33,6 +33,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "unpin": ("kvd.kvctl.changes", "unpin"),
     "withdraw": ("kvd.kvctl.changes", "withdraw"),
     "clear": ("kvd.kvctl.changes", "clear"),
+    "verify": ("kvd.kvctl.verify", "verify"),
     "stop": ("kvd.kvctl.changes", "stop"),
     "doctor": ("kvd.kvctl.doctor", "doctor"),
     "config": ("kvd.kvctl.configuration", "app"),

@@ -205,14 +205,14 @@ def _show_family(out: Console, answer: dict[str, Any], label: str) -> None:
         ],
         right=(0, 1, 2, 3),
     )
-    if any(member.get("verified") is False for member in answer["members"]):
-        out.print(
-            output.styled(
-                "damaged: the bytes are not those that were published. Take it out of use: "
-                f"kvctl withdraw {answer['key'][:16]}",
-                "bad",
-            )
+    damaged = [member for member in answer["members"] if member.get("verified") is False]
+    if damaged:
+        advice = (
+            "The daemon found the same and took it out of use"
+            if any(member["withdrawn"] for member in damaged)
+            else f"Take it out of use: kvctl withdraw {answer['key'][:16]}"
         )
+        out.print(output.styled(f"damaged: the bytes are not those that were published. {advice}", "bad"))
 
 
 def _range(pair: list[int]) -> str:
@@ -224,25 +224,26 @@ def _verdict(member: dict[str, Any]) -> Any:
 
 
 def _verify(path: str, answer: dict[str, Any], deadline_s: float) -> None:
-    """Read every member under a lease, compare, and note the outcome with it."""
+    """Read every member under one lease (damage withdraws the family), compare, and note the outcome with it."""
     from kvd.clientlib.store import connect
 
     identity = bytes.fromhex(answer["key"])
     with connect(path, client="kvctl inspect", access="read", deadline_s=deadline_s) as store:
-        for member in answer["members"]:
-            lease = store.fetch(identity, member["member"])
-            if lease is None:
-                raise UsageError(
-                    f"the family {answer['key'][:16]} left while it was looked at; nothing to verify",
-                    code="not-found",
-                )
-            with contextlib.closing(_Release(lease)):
+        lease = store.fetch(identity, answer["members"][0]["member"]) if answer["members"] else None
+        if lease is None:
+            raise UsageError(
+                f"the family {answer['key'][:16]} left while it was looked at; nothing to verify",
+                code="not-found",
+            )
+        with contextlib.closing(_Release(lease)):
+            for member in answer["members"]:
                 try:
                     lease.verify(member["member"])
                     member["verified"] = True
                 except CorruptionError as error:
                     member["verified"] = False
                     member["found"] = error.fields["found"]
+                    member["withdrawn"] = bool(error.fields["withdrawn"])
 
 
 class _Release:

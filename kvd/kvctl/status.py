@@ -85,6 +85,7 @@ def show(out: Console, answer: dict[str, Any]) -> None:
                 ("writes", _writes_line(answer["counters"])),
                 ("evicted", _evicted_line(answer["counters"])),
                 *_refused(answer["counters"]),
+                *_verified(answer),
                 ("memory", _memory_line(answer)),
             ]
         )
@@ -105,6 +106,15 @@ def print_namespaces(out: Console, namespaces: list[dict[str, Any]]) -> None:
         ],
         right=(0, 1, 2),
     )  # fmt: skip
+
+
+def walk_progress(running: dict[str, Any]) -> str:
+    """One line on a walk of kvctl verify that goes on."""
+    damaged = f", {output.count(running['damaged'], 'object')} damaged" if running["damaged"] else ""
+    return (
+        f"{output.share(running['progress'], 1)} of the index, {output.count(running['objects'], 'object')} "
+        f"({output.size(running['bytes'])}) intact{damaged}"
+    )
 
 
 def _state(state: str) -> Text:
@@ -253,6 +263,23 @@ def _evicted_line(counters: dict[str, int]) -> str:
     if not reasons:
         return "nothing yet"
     return f"{output.size(counters['evicted_bytes'])}; families: " + ", ".join(reasons)
+
+
+def _verified(answer: dict[str, Any]) -> list[tuple[str, Text]]:
+    """Row of what was compared with its checksums, only if there is something to say."""
+    running, last, damaged = (
+        answer["verify"]["running"],
+        answer["verify"]["last"],
+        answer["counters"]["verify_damaged"],
+    )
+    parts = [Text(f"walk: {walk_progress(running)}")] if running else []
+    if last and not running:
+        parts.append(
+            Text(f"last walk {output.duration(last['ended_s'])} ago, {last['objects']:,} objects intact")
+        )
+    if damaged:
+        parts.append(output.styled(f"{output.count(damaged, 'object')} found damaged and withdrawn", "bad"))
+    return [("verified", Text("; ").join(parts))] if parts else []
 
 
 def _refused(counters: dict[str, int]) -> list[tuple[str, Text]]:

@@ -27,6 +27,7 @@ from kvd.server.peer import Peer
 from kvd.server.report import Report
 from kvd.server.runner import Runner
 from kvd.server.supervise import Guard
+from kvd.server.verifier import Verifier
 from kvd.shm.layout import EntryState
 
 LS_LIMIT_MAX: Final = 1000
@@ -55,6 +56,7 @@ class Admin:
         domain: Domain,
         runner: Runner,
         report: Report,
+        verifier: Verifier,
         config: Config,
         stop: Callable[[], None],
         guard: Guard,
@@ -62,6 +64,7 @@ class Admin:
         self._domain = domain
         self._runner = runner
         self._report = report
+        self._verifier = verifier
         self._config = config
         self._stop = stop
         self._guard = guard
@@ -76,6 +79,10 @@ class Admin:
             "unpin": Method(self._unpin, True, {"key": str}, ("key",)),
             "withdraw": Method(self._withdraw, True, {"key": str}, ("key",)),
             "clear": Method(self._clear, True, {"namespace": int}),
+            "verify": Method(self._verify, True, {"rate": int, "namespace": int}),
+            "verify_status": Method(self._verify_status, False, {}),
+            "verify_stop": Method(self._verify_stop, True, {}),
+            "damaged": Method(self._damaged, False, {"key": str, "member": int}, ("key", "member")),
             "stop": Method(self._stop_daemon, True, {}),
             "config": Method(self._describe, False, {}),
             "doctor": Method(self._doctor, False, {}),
@@ -214,18 +221,49 @@ class Admin:
         self._with_entry(params["key"], done, lambda op, entry: ev.Withdraw(op, array("I", [entry])))
 
     def _clear(self, params: Mapping[str, Any], done: Done) -> None:
-        namespace = params.get("namespace")
-        if namespace is not None and namespace not in self._domain.namespaces_by_number:
-            raise UsageError(
-                f"clear: there is no namespace {namespace}", code="namespace", namespace=namespace
-            )
+        namespace = self._namespace("clear", params)
         self._runner.administrate(lambda op: ev.Clear(op, namespace), lambda reply: done(_outcome(reply)))
 
     def _stop_daemon(self, _params: Mapping[str, Any], done: Done) -> None:
         done({"stopping": True, "stop_timeout_s": self._config.server.stop_timeout_s})
         self._stop()
 
+    # --- integrity
+
+    def _verify(self, params: Mapping[str, Any], done: Done) -> None:
+        done(self._verifier.start_sweep(params.get("rate"), self._namespace("verify", params)))
+
+    def _verify_status(self, _params: Mapping[str, Any], done: Done) -> None:
+        done(self._verifier.status())
+
+    def _verify_stop(self, _params: Mapping[str, Any], done: Done) -> None:
+        done(self._verifier.stop_sweep())
+
+    def _damaged(self, params: Mapping[str, Any], done: Done) -> None:
+        """Anyone may report damage, because only what the daemon finds damaged itself is withdrawn."""
+        member = params["member"]
+
+        def found(outcome: int | KvdError) -> None:
+            if isinstance(outcome, KvdError):
+                done(outcome)
+                return
+            try:
+                self._verifier.report(outcome, member, done)
+            except KvdError as error:
+                done(error)
+
+        self._find(params["key"], found)
+
     # --- finding
+
+    def _namespace(self, method: str, params: Mapping[str, Any]) -> int | None:
+        """The namespace that was named, if any. Raises UsageError(namespace) if there is none of that number."""
+        namespace: int | None = params.get("namespace")
+        if namespace is not None and namespace not in self._domain.namespaces_by_number:
+            raise UsageError(
+                f"{method}: there is no namespace {namespace}", code="namespace", namespace=namespace
+            )
+        return namespace
 
     def _with_entry(self, key: str, done: Done, make: Callable[[int, int], ev.Event]) -> None:
         def found(outcome: int | KvdError) -> None:

@@ -35,6 +35,7 @@ from kvd.server.population import Population
 from kvd.server.report import Report
 from kvd.server.runner import Runner
 from kvd.server.supervise import Supervisor
+from kvd.server.verifier import Verifier
 from kvd.shm import pool
 from kvd.shm.layout import MetaState
 from kvd.version import VERSION
@@ -155,13 +156,19 @@ class App:
         self.runner = Runner(
             self._loop, self.domain, self.clients, leased_over=config.clients.leased_over, guard=guard
         )
+        self.verifier = Verifier(
+            self._loop, self.domain, self.clients.by_slot.get, self.runner.withdraw, config.objects
+        )
         self.population = Population(
             self._loop, self.domain.segments, config.pool, self._segment_ready, self._pages_measured, guard
         )
         self.report = Report(
-            config, self.domain, self.clients, self.runner, self.population.progress, self.supervisor
+            config, self.domain, self.clients, self.runner, self.population.progress, self.supervisor,
+            self.verifier,
+        )  # fmt: skip
+        self.admin = Admin(
+            self.domain, self.runner, self.report, self.verifier, config, self._stop_asked, guard
         )
-        self.admin = Admin(self.domain, self.runner, self.report, config, self._stop_asked, guard)
         self.control = control.Control(
             self._loop,
             listener,
@@ -194,6 +201,7 @@ class App:
         self.domain.table.set_state(MetaState.SERVING)
         self.supervisor.set_health("daemon", "ok")
         self.supervisor.start("tick", self._tick, restart=False)
+        self.supervisor.start("verify", self.verifier.run, restart=True)
         self.control.start()
         self.watchdog.start()
         _calm_collector()
@@ -250,6 +258,7 @@ class App:
         self.control.stop_accepting()
         self.population.stop()
         await self.supervisor.stop()
+        self.verifier.close()
         if self._exit_code == EXIT_OK:
             await self._drain(deadline_s)
         # After a broken invariant the parts may refuse to be taken down in order; the process ends all the same.

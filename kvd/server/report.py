@@ -20,6 +20,7 @@ from kvd.server.metrics import Series
 from kvd.server.population import Progress
 from kvd.server.runner import Runner
 from kvd.server.supervise import Supervisor
+from kvd.server.verifier import Verifier
 from kvd.shm import pool
 from kvd.version import VERSION
 
@@ -30,7 +31,7 @@ CLIENT_COUNTERS: Final = (
     "lookups", "keys_asked", "keys_hit", "leases", "leases_released", "bytes_viewed", "fetches", "adopts",
     "adopts_failed", "verify_failed", "bytes_filled",
 )  # fmt: skip
-PARTS: Final = ("daemon", "population", "tick", "metrics")
+PARTS: Final = ("daemon", "population", "tick", "metrics", "verify")
 
 
 class Report:
@@ -44,6 +45,7 @@ class Report:
         runner: Runner,
         progress: Progress,
         supervisor: Supervisor,
+        verifier: Verifier,
     ) -> None:
         self._config = config
         self._domain = domain
@@ -51,6 +53,7 @@ class Report:
         self._runner = runner
         self._progress = progress
         self._supervisor = supervisor
+        self._verifier = verifier
         self._started_s = time.monotonic()
         self._gone_counters = [0] * len(CLIENT_COUNTERS)
         self.control: Control | None = None
@@ -86,6 +89,7 @@ class Report:
                 "leases": sum(client.leases for client in self._clients.by_slot.values()),
                 "leased_bytes": sum(client.leased_bytes for client in self._clients.by_slot.values()),
             },
+            "verify": self._verifier.status(),
             "namespaces": namespaces,
             "lookups": dict(zip(CLIENT_COUNTERS, self._client_counters(), strict=True)),
             "counters": self._counters(),
@@ -211,6 +215,7 @@ class Report:
             "answers_deferred": self._runner.replies_deferred,
             "lease_limit_refusals": self._runner.lease_refusals,
             "task_restarts": self._supervisor.restarts,
+            **self._verifier.counters,
         }
 
     # --- metrics

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from array import array
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Final
@@ -177,6 +178,7 @@ class Runner:
                 namespace=ask.namespace,
                 keys=ask.keys,
                 parent_entry=parent_entry,
+                parent_key8=int.from_bytes(ask.parent[:8], "little"),
                 members=ask.members,
                 split=ask.split,
                 family_members=ask.family_members,
@@ -346,6 +348,10 @@ class Runner:
         self._admin_op += 1
         self._admin_replies[self._admin_op] = done
         self._domain.step(make(self._admin_op))
+
+    def withdraw(self, entry: int) -> None:
+        """Take a family that is damaged, and what lies behind it, out of use; the core notes what came of it."""
+        self.administrate(lambda op: ev.Withdraw(op, array("I", [entry])), lambda _reply: None)
 
     def _again_later(self, effect: ev.DoAgain) -> None:
         self._loop.call_soon(self._guarded, self._again, effect.token)

@@ -13,7 +13,7 @@ COUNTERS = dict.fromkeys(
     (
         "granted", "published", "published_bytes", "duplicates", "differs", "aborted", "orphaned", "misses_pending",
         "misses_evicted", "misses_never", "evicted_bytes", "capacity_refusals", "lease_limit_refusals",
-        "client_protocol_errors", "clients_killed", "pin_refusals", "evicted_space", "evicted_window",
+        "client_protocol_errors", "clients_killed", "pin_refusals", "evicted_space", "evicted_window", "verify_damaged",
     ),
     0,
 )  # fmt: skip
@@ -46,6 +46,7 @@ STATUS: dict[str, Any] = {
         {"number": 2, "root": "ff" * 32, "label": "qwen@ffffffffffff", "model": "qwen", "tenant": "", "families": 0,
          "bytes": 0},
     ],
+    "verify": {"running": None, "last": None, "sample_every": 1000},
     "lookups": LOOKUPS,
     "counters": COUNTERS,
 }  # fmt: skip
