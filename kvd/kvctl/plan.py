@@ -2,38 +2,40 @@
 
 Owns the options of the five plans, the reading of files they name, and how a ledger is shown: a table of
 steps, the assumptions, one closing sentence, or JSON. Called by `kvd.kvctl.main`, which mounts `app`. Runs
-in the calling thread and touches no daemon. Invariant: bad input ends with exit code 2 and a message that
-names the field, the value and what is allowed, never with a traceback.
+in the calling thread; only `breakeven --measure` touches a daemon. Invariant: bad input ends with exit
+code 2 and a message that names the field, the value and what is allowed, never with a traceback.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from kvd.errors import UsageError, to_dict
+from kvd import limits
+from kvd.errors import KvdError, UsageError, to_dict
+from kvd.kvctl.plan_tables import console, print_ledger, print_matrix, print_rows, row_dict
 from kvd.kvctl.plan_trace import read_trace
 from kvd.plan import units
-from kvd.plan.breakeven import NS_PER_S, BreakEvenLength, BreakEvenPlan, LoadCost, fit_prefill
+from kvd.plan.breakeven import NS_PER_S, BreakEvenLength, BreakEvenPlan, LoadCost, fit_prefill, transfer_ns
 from kvd.plan.capacity import CapacityPlan
-from kvd.plan.chunk import ChunkRow, ChunkSweep, SweepCosts, SweepSetup, sweep
+from kvd.plan.chunk import CacheFactory, ReferenceLru, SweepCosts, SweepSetup, sweep
 from kvd.plan.ledger import Ledger, as_dict, plain
 from kvd.plan.network import NetworkPlan
 from kvd.plan.objects import ObjectsPlan, metadata_per_object_bytes_assumed
 from kvd.plan.queueing import InFlightPlan
 from kvd.plan.routing import Candidate, RoutePlan
 
-P = ParamSpec("P")
+if TYPE_CHECKING:
+    from kvd.kvctl.plan_measure import Measured
 
-matrix_shown_nodes_max = 7  # what fits 80 columns
+P = ParamSpec("P")
 
 app = typer.Typer(
     name="plan",
@@ -83,27 +85,7 @@ def _report(
         typer.echo(json.dumps({"plan": name, "ledgers": body, **(extra or {})}, indent=2, ensure_ascii=False))
         return
     for title, ledger in ledgers.items():
-        _print_ledger(title, ledger)
-
-
-def _console() -> Console:
-    return Console(highlight=False)
-
-
-def _print_ledger(title: str, ledger: Ledger) -> None:
-    console = _console()
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("step")
-    table.add_column("how", overflow="fold")
-    table.add_column("value", justify="right", no_wrap=True)
-    for step in ledger.steps:
-        # ≈ belongs to a result; within an expression it would only be in the way.
-        table.add_row(step.label, step.expression.replace("≈ ", ""), step.text)
-    console.print(table)
-    console.print("Assumed:", style="bold")
-    for assumption in ledger.assumptions:
-        console.print(f"  - {assumption}", soft_wrap=True, markup=False)
-    console.print(f"\n{ledger.conclusion}\n", style="bold", soft_wrap=True, markup=False)
+        print_ledger(title, ledger)
 
 
 def _guarded(command: Callable[P, None]) -> Callable[P, None]:
@@ -290,7 +272,7 @@ def network(
         "bytes_per_s": [[plain(v) for v in row] for row in matrix.bytes_per_s],
     }
     if not as_json:
-        _print_matrix(plan)
+        print_matrix(plan)
     _report("network", ledgers, as_json, {"matrix": shown})
 
 
@@ -306,39 +288,16 @@ def _in_flight(plan: NetworkPlan, latency_ns: int) -> InFlightPlan:
     )
 
 
-def _print_matrix(plan: NetworkPlan) -> None:
-    """The directed traffic matrix, rows send and columns receive, with the sums that links have to carry."""
-    matrix = plan.matrix
-    nodes = range(len(matrix.nodes))
-    shown = [n for n in nodes if n < matrix_shown_nodes_max]
-    cut = len(matrix.nodes) - len(shown)
-    title = "GiB/s from row to column" + (f" (first {len(shown)} of {len(matrix.nodes)})" if cut else "")
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for name in [*(matrix.nodes[n] for n in shown), "sends"]:
-        table.add_column(name, justify="right", no_wrap=True)
-    for source in shown:
-        cells = [_gib(matrix.bytes_per_s[source][target]) for target in shown]
-        cells[source] = "-"
-        table.add_row(matrix.nodes[source], *cells, _gib(matrix.egress_bytes_per_s[source]))
-    table.add_row("receives", *(_gib(matrix.ingress_bytes_per_s[n]) for n in shown), "")
-    _console().print(table)
-
-
-def _gib(value: Fraction) -> str:
-    return f"{float(value) / units.GIB:,.2f}"
-
-
 @app.command()
 @_guarded
 def breakeven(
-    bandwidth: Annotated[str, typer.Option(help="Rate of the load, like 20GiB/s.")],
+    bandwidth: Annotated[str | None, typer.Option(help="Rate of the load, like 20GiB/s.")] = None,
     size: Annotated[str | None, typer.Option("--bytes", help="Bytes to load, like 1GiB.")] = None,
     prefill_saved: Annotated[
         str | None, typer.Option(help="Full prefill less prefill of the suffix, both measured.")
     ] = None,
-    lookup: Annotated[str, typer.Option(help="Lookup.")] = "0",
-    h2d: Annotated[str, typer.Option(help="Copy of these bytes to the GPU.")] = "0",
+    lookup: Annotated[str | None, typer.Option(help="Lookup. Default: 0.")] = None,
+    h2d: Annotated[str | None, typer.Option(help="Copy of these bytes to the GPU. Default: 0.")] = None,
     sync: Annotated[str, typer.Option(help="Synchronisation.")] = "0",
     hidden: Annotated[str, typer.Option(help="Part of load and copy that overlaps with compute.")] = "0",
     queue_reuse: Annotated[str, typer.Option(help="Queue wait if the prefix is reused.")] = "0",
@@ -353,11 +312,25 @@ def breakeven(
     config: ConfigOption = None,
     bytes_per_token: TokenBytesOption = None,
     dtype: DtypeOption = "bfloat16",
+    measured: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Lookup, load and copy rates, where not given, from the running daemon."
+        ),
+    ] = False,
+    socket: Annotated[
+        str | None, typer.Option(metavar="PATH", help="With --measure: the daemon's socket.")
+    ] = None,
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
     """Is loading a prefix faster than computing it, and from which length on?"""
     plots = _plots(plot)
+    if bandwidth is None and not measured:
+        raise UsageError(
+            "the rate of the load is not known; allowed: --bandwidth RATE, like 20GiB/s, or --measure",
+            code="missing",
+        )
     per_token = None
     if config is not None or bytes_per_token is not None:
         per_token = _bytes_per_token(config, bytes_per_token, dtype)
@@ -373,11 +346,10 @@ def breakeven(
             "lengths or more with --prefix-tokens",
             code="missing",
         )  # fmt: skip
+    rates = _measure(socket) if measured else None
     plan = BreakEvenPlan(
         size_bytes=size_bytes,
-        bandwidth_bytes_per_s=units.parse_bandwidth(bandwidth, "--bandwidth"),
-        lookup_ns=units.parse_duration_ns(lookup, "--lookup"),
-        h2d_ns=units.parse_duration_ns(h2d, "--h2d"),
+        **_costs(rates, size_bytes, bandwidth, lookup, h2d),
         sync_ns=units.parse_duration_ns(sync, "--sync"),
         prefill_saved_ns=saved_ns,
         hidden_ns=units.parse_duration_ns(hidden, "--hidden"),
@@ -396,7 +368,43 @@ def breakeven(
         ledgers["Break-even length"] = length
     if plots is not None:
         plots.draw_breakeven(plan, length, per_token, plot)
-    _report("breakeven", ledgers, as_json)
+    if rates is not None and not as_json:
+        console().print(f"Measured now, one thread: {rates.said}.", soft_wrap=True, markup=False)
+    _report("breakeven", ledgers, as_json, None if rates is None else {"measured": asdict(rates)})
+
+
+def _measure(socket: str | None) -> Measured:
+    """The rates of the daemon. What keeps them from being measured is a refusal like any other."""
+    from kvd.kvctl.plan_measure import measure
+
+    try:
+        return measure(socket, 10.0)
+    except UsageError:
+        raise
+    except KvdError as error:
+        raise UsageError(
+            f"--measure: {error.message}; start the daemon, name its --socket, or give the rates",
+            code="measure",
+        ) from None
+
+
+def _costs(
+    rates: Measured | None, size_bytes: int, bandwidth: str | None, lookup: str | None, h2d: str | None
+) -> Any:
+    """Costs of a load: what was given, else what was measured, else 0."""
+    found: dict[str, int | Fraction] = {
+        "lookup_ns": 0 if rates is None else rates.lookup_ns,
+        "h2d_ns": 0 if rates is None else transfer_ns(size_bytes, rates.copy_bytes_per_s),
+    }
+    if rates is not None:
+        found["bandwidth_bytes_per_s"] = Fraction(rates.load_bytes_per_s)
+    if bandwidth is not None:
+        found["bandwidth_bytes_per_s"] = units.parse_bandwidth(bandwidth, "--bandwidth")
+    if lookup is not None:
+        found["lookup_ns"] = units.parse_duration_ns(lookup, "--lookup")
+    if h2d is not None:
+        found["h2d_ns"] = units.parse_duration_ns(h2d, "--h2d")
+    return found
 
 
 def _prefill_sample(text: str) -> tuple[int, int]:
@@ -524,6 +532,10 @@ def chunk(
     object_time: Annotated[str, typer.Option(help="Fixed part of loading one object.")] = "10us",
     bandwidth: Annotated[str, typer.Option(help="Rate of the load.")] = "20GiB/s",
     requests_max: Annotated[int, _whole(help="Requests to replay, from the first.")] = 1_000_000,
+    cache: Annotated[
+        str, typer.Option(help="core: kvd's own decisions and CPU time; lru: the plain reference.")
+    ] = "core",
+    policy: Annotated[str, typer.Option(help="With --cache core: slru or lru.")] = "slru",
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
@@ -537,6 +549,7 @@ def chunk(
         members_count=members,
         capacity_bytes=None if capacity is None else units.parse_bytes(capacity, "--capacity"),
         metadata_per_object_bytes=units.parse_bytes(metadata, "--metadata"),
+        through_core=cache == "core",
         costs=SweepCosts(
             match_per_chunk_ns=units.parse_duration_ns(match_time, "--match-time"),
             lease_per_chunk_ns=units.parse_duration_ns(lease_time, "--lease-time"),
@@ -550,39 +563,33 @@ def chunk(
     progress = Console(stderr=True)
     with progress.status(f"replaying {len(requests):,} requests at {len(sizes)} chunk sizes") as status:
         found = sweep(
-            requests, sizes, setup, on_row=lambda row: status.update(f"done: {row.chunk_tokens} tokens")
-        )
+            requests, sizes, setup, _factory(cache, policy, members),
+            on_row=lambda row: status.update(f"done: {row.chunk_tokens} tokens"),
+        )  # fmt: skip
     if plots is not None:
         plots.draw_chunk(found, plot)
     if not as_json:
-        _print_rows(found)
-    _report("chunk", {"Chunk size": found}, as_json, {"rows": [_row_dict(row) for row in found.rows]})
+        print_rows(found)
+    _report("chunk", {"Chunk size": found}, as_json, {"rows": [row_dict(row) for row in found.rows]})
 
 
-def _print_rows(found: ChunkSweep) -> None:
-    table = Table(title="One row a chunk size", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
-                  pad_edge=False, collapse_padding=True, padding=0)  # fmt: skip
-    gib = units.GIB
-    columns: Sequence[tuple[str, Callable[[ChunkRow], str]]] = (
-        ("chunk\ntokens", lambda row: f"{row.chunk_tokens:,}"),
-        ("prefill\nskipped", lambda row: f"{float(row.usable_share):.2%}"),
-        ("objects\nat peak", lambda row: f"{row.objects_peak_count:,}"),
-        ("metadata\nMiB", lambda row: f"{row.metadata_peak_bytes / units.MIB:,.1f}"),
-        ("CPU\ns", lambda row: f"{row.metadata_cpu_ns / 1e9:,.2f}"),
-        ("fetched\nGiB", lambda row: f"{row.fetched_bytes / gib:,.1f}"),
-        ("in vain\nGiB", lambda row: f"{row.fetched_in_vain_bytes / gib:,.1f}"),
-        ("mean\nGiB/s", lambda row: f"{float(row.fetched_mean_bytes_per_s) / gib:,.2f}"),
-        ("P50\nms", lambda row: f"{row.load_p50_ns / 1e6:,.1f}"),
-        ("P99\nms", lambda row: f"{row.load_p99_ns / 1e6:,.1f}"),
-    )
-    for title, _ in columns:
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in found.rows:
-        table.add_row(*(show(row) for _, show in columns))
-    _console().print(table)
+def _factory(cache: str, policy: str, members: int) -> CacheFactory:
+    """What the trace is replayed through. Raises UsageError(cache)."""
+    for option, value, allowed in (
+        ("--cache", cache, ("core", "lru")),
+        ("--policy", policy, ("slru", "lru")),
+    ):
+        if value not in allowed:
+            raise UsageError(
+                f"{option} = {value!r}; allowed: {', '.join(allowed)}", code="cache", value=value
+            )
+    if cache == "lru":
+        return ReferenceLru
+    if members > limits.members_per_family_max:
+        raise UsageError(
+            f"--tp × --groups = {members} members a chunk; allowed with --cache core: {limits.members_per_family_max}",
+            code="members", members=members,
+        )  # fmt: skip
+    from kvd.kvctl.plan_core import core_factory
 
-
-def _row_dict(row: ChunkRow) -> dict[str, object]:
-    """All fields of a row, and its usable share."""
-    names = row.__dataclass_fields__
-    return {**{name: plain(getattr(row, name)) for name in names}, "usable_share": plain(row.usable_share)}
+    return core_factory(members, policy)
