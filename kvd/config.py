@@ -146,7 +146,7 @@ class ServerConfig(_Section):
     socket_mode: Annotated[str, Field(pattern=r"^0?[0-7]{3}$")] = "0660"
     """permissions of the socket file, octal; ignored when systemd passes the socket"""
     runtime_dir: Annotated[str, Field(min_length=1)] = "/run/kvd"
-    """directory for the owner file of named memory"""
+    """directory for the owner file of named memory and the keeper's socket"""
     log_format: Literal["auto", "console", "json"] = "auto"
     """console for people, json for collectors; auto: console on a terminal"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -256,6 +256,7 @@ class Config(BaseModel):
     eviction: EvictionConfig = EvictionConfig()
     access: AccessConfig = AccessConfig()
     objects: ObjectsConfig = ObjectsConfig()
+    restart: RestartConfig = RestartConfig()
     origin: Annotated[Origin, Field(exclude=True, repr=False)] = Origin()
 
     @classmethod

@@ -25,9 +25,10 @@ from kvd.config import Config, Sizes, format_size
 from kvd.core import events as ev
 from kvd.errors import CapacityError, ConfigError, KvdError
 from kvd.probe import hugepages, memory
-from kvd.server import control, domain, logs, named
+from kvd.server import adoption, control, domain, keeping, logs, named
 from kvd.server.admin import Admin
 from kvd.server.clients import Clients
+from kvd.server.ghosts import Ghosts
 from kvd.server.metrics import MetricsServer, exposition
 from kvd.server.notify import Notifier, Watchdog, listening_socket
 from kvd.server.peer import boot_id, start_ticks
@@ -147,12 +148,16 @@ class App:
             int.from_bytes(os.urandom(8), "little"),
         )
         posix_names = names.create(len(self.sizes.segments_bytes)) if config.pool.backing == "posix" else []
-        self.domain = domain.create(
-            DOMAIN, config, self.sizes, identity, MonotonicClock(), posix_names,
+        self.keep = keeping.choose(config, self.sizes, self._env, self.notifier)
+        started = adoption.start(
+            self.keep, DOMAIN, config, self.sizes, identity, MonotonicClock(), posix_names,
             hugetlb=config.pool.huge_pages == "hugetlb",
         )  # fmt: skip
+        self.domain = started.domain
+        self.sizes = self.domain.sizes
         guard = self.supervisor.guard
-        self.clients = Clients(self._loop, self.domain, config, guard)
+        self.clients = Clients(self._loop, self.domain, config, guard, self.keep, started.client_ids_from)
+        self.ghosts = Ghosts(self._loop, self.domain, self.keep, started.ghosts, guard)
         self.runner = Runner(
             self._loop, self.domain, self.clients, leased_over=config.clients.leased_over, guard=guard
         )
@@ -180,6 +185,8 @@ class App:
             guard,
         )
         self.report.control = self.control
+        self.report.restart = lambda: {**started.outcome.as_dict(), "waiting_for": self.ghosts.rows()}
+        self.control.ghosts = self.ghosts
         self.metrics = (
             MetricsServer(config.server.metrics_listen, self._render_metrics, self._healthy)
             if config.server.metrics_listen
@@ -203,6 +210,7 @@ class App:
         self.supervisor.start("tick", self._tick, restart=False)
         self.supervisor.start("verify", self.verifier.run, restart=True)
         self.control.start()
+        self.ghosts.start()
         self.watchdog.start()
         _calm_collector()
         self._status_line = self.report.line()
@@ -241,6 +249,7 @@ class App:
         while True:
             self.watchdog.beat()
             self.runner.tick()
+            self.ghosts.tick()
             line = self.report.line()
             if line != self._status_line:
                 self._status_line = line

@@ -27,7 +27,9 @@ from kvd.config import Config
 from kvd.core import events as ev
 from kvd.errors import CapacityError, KvdError, ProtocolError, UsageError
 from kvd.server import logs
+from kvd.server.adoption import client_name
 from kvd.server.domain import Domain
+from kvd.server.keeping import Keep, Nobody
 from kvd.server.peer import Peer
 from kvd.server.supervise import Guard
 from kvd.shm import _native, segments
@@ -80,13 +82,22 @@ class Client:
 class Clients:
     """All clients of a domain."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, domain: Domain, config: Config, guard: Guard) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        domain: Domain,
+        config: Config,
+        guard: Guard,
+        keep: Keep | None = None,
+        ids_from: int = 1,
+    ) -> None:
         self._loop = loop
         self._domain = domain
         self._config = config.clients
         self._guard = guard
         self._free = list(range(config.clients.max - 1, -1, -1))
-        self._next_id = 1
+        self._next_id = ids_from  # never used again over this memory: regions are kept by it
+        self._keep = keep if keep is not None else Nobody()
         self.by_slot: dict[int, Client] = {}
         self.drain: Callable[[Client], None] = _nothing
         self.drain_all: Callable[[Client], None] = _nothing
@@ -115,6 +126,8 @@ class Clients:
                 cq_bytes=self._config.cq_size, touch_records=self._config.touch_records,
                 hazards_max=self._config.hazards_max,
             )  # fmt: skip
+            # Before it can hold anything: the next daemon must see what it holds.
+            self._keep.store(client_name(self._next_id), fd)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         except BaseException:
             os.close(fd)
@@ -215,6 +228,7 @@ class Clients:
         self._domain.table.detach(client.slot)
         del self.by_slot[client.slot]
         self._free.append(client.slot)
+        self._keep.remove(client_name(client.client_id))
         os.close(client.region_fd)
         client.peer.close()
         _log.info("client_gone", **self._who(client))

@@ -26,6 +26,7 @@ from kvd.server import logs
 from kvd.server.admin import Admin
 from kvd.server.clients import Client, Clients
 from kvd.server.domain import Domain
+from kvd.server.ghosts import Ghosts
 from kvd.server.peer import Peer, identify
 from kvd.server.supervise import Guard
 from kvd.version import VERSION
@@ -250,6 +251,7 @@ class Control:
         self._access = access
         self._connections_max = connections_max + CONNECTIONS_SPARE
         self.guarded = guarded
+        self.ghosts: Ghosts | None = None
         self._own_uid = os.getuid()
         self._accepting = False
 
@@ -357,6 +359,10 @@ class Control:
                 self._attach(connection, id, ask)
             case wire.Detach():
                 self._detach(connection, id)
+            case wire.Left():
+                epoch = int.from_bytes(ask.epoch, "big")
+                waited = self.ghosts is not None and self.ghosts.left(connection.peer, epoch, ask.slot)
+                connection.send(wire.Noted(waited), id)
             case wire.Namespace():
                 record = self._domain.register_namespace(ask.manifest, ask.label)
                 connection.send(wire.Namespaced(record.number), id)

@@ -24,6 +24,7 @@ from kvd.core.core import Core, CoreConfig
 from kvd.errors import CapacityError, UsageError
 from kvd.layout.manifest import Manifest
 from kvd.server import logs
+from kvd.server.names import Names
 from kvd.shm import _native, pool, segments
 
 SPLITS_MAX: Final = 0xFFFF
@@ -71,6 +72,7 @@ class Domain:
     namespaces_by_number: dict[int, NamespaceRecord] = field(default_factory=dict)
     splits: dict[bytes, int] = field(default_factory=dict)
     splits_by_number: dict[int, dict[str, Any]] = field(default_factory=dict)
+    names: Names | None = None  # what the next daemon over this memory must know
     # By type rather than by `match`: this is looked up for every effect of every operation.
     performers: dict[type, Callable[[Any], ev.Published | ev.Evicted | None]] = field(init=False, repr=False)
 
@@ -171,6 +173,8 @@ class Domain:
                 "forget them",
                 code="namespaces", namespaces_max=limits.namespaces_max,
             )  # fmt: skip
+        if self.names is not None:
+            self.names.add_namespace(number, encoded, label)
         fields = manifest.fields()
         record = NamespaceRecord(number, manifest.root, label, str(fields["model"]), str(fields["tenant"]))
         self.namespaces[record.root] = record
@@ -193,6 +197,8 @@ class Domain:
         number = len(self.splits) + 1
         if number > SPLITS_MAX:
             raise CapacityError(f"domain {self.name!r} has {SPLITS_MAX} splits already", code="splits")
+        if self.names is not None:
+            self.names.add_split(number, split)
         self.splits[digest] = number
         self.splits_by_number[number] = split
         return number
@@ -220,6 +226,34 @@ def core_config(config: Config) -> CoreConfig:
     )
 
 
+def make_table(
+    sizes: Sizes, identity: ProcessIdentity, made: list[pool.Segment], clients_max: int
+) -> tuple[_native.Table, int]:
+    """A META of a new epoch over these segments, and its read-only descriptor."""
+    meta_rw_fd = segments.create("kvd-meta")
+    try:
+        table = _native.Table(
+            meta_rw_fd,
+            families_max=sizes.families_max,
+            records_max=sizes.records_max,
+            segment_bytes=list(sizes.segments_bytes),
+            clients_max=clients_max,
+            epoch=identity.epoch,
+            boot_id=identity.boot_id,
+            bucket_seed=identity.bucket_seed,
+            pid=identity.pid,
+            start_ticks=identity.start_ticks,
+        )
+        meta_fd = segments.reopen_read_only(meta_rw_fd)
+    finally:
+        os.close(meta_rw_fd)
+    for segment in made:
+        table.map_segment(segment.number, segment.fd, sealed=segment.sealed)
+        kind = pool.PageKind.HUGETLB if segment.hugetlb else pool.PageKind.SMALL
+        table.set_segment(segment.number, 0, kind, segment.inode)
+    return table, meta_fd
+
+
 def create(
     name: str,
     config: Config,
@@ -235,26 +269,6 @@ def create(
     for number, size_bytes in enumerate(sizes.segments_bytes):
         posix_name = posix_names[number] if posix_names else ""
         made.append(pool.create_segment(number, size_bytes, hugetlb=hugetlb, posix_name=posix_name))
-    meta_rw_fd = segments.create("kvd-meta")
-    try:
-        table = _native.Table(
-            meta_rw_fd,
-            families_max=sizes.families_max,
-            records_max=sizes.records_max,
-            segment_bytes=list(sizes.segments_bytes),
-            clients_max=config.clients.max,
-            epoch=identity.epoch,
-            boot_id=identity.boot_id,
-            bucket_seed=identity.bucket_seed,
-            pid=identity.pid,
-            start_ticks=identity.start_ticks,
-        )
-        meta_fd = segments.reopen_read_only(meta_rw_fd)
-    finally:
-        os.close(meta_rw_fd)
-    for segment in made:
-        table.map_segment(segment.number, segment.fd, sealed=segment.sealed)
-        kind = pool.PageKind.HUGETLB if segment.hugetlb else pool.PageKind.SMALL
-        table.set_segment(segment.number, 0, kind, segment.inode)
+    table, meta_fd = make_table(sizes, identity, made, config.clients.max)
     core = Core(core_config(config), sizes.families_max, sizes.records_max, list(sizes.segments_bytes))
     return Domain(name, identity, sizes, clock, core, table, meta_fd, made)

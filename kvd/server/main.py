@@ -88,6 +88,14 @@ def serve(config: ConfigOption = None) -> None:
     raise typer.Exit(code)
 
 
+@app.command(hidden=True)
+def keeper(listener: int) -> None:
+    """Keep what a daemon stores, on a listening socket that it hands over. The daemon starts this by itself."""
+    from kvd.server import keeper as process
+
+    process.main(listener)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

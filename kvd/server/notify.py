@@ -7,10 +7,12 @@ variables of a service manager every call does nothing.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import os
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Mapping
@@ -19,6 +21,8 @@ from typing import Final
 from kvd.errors import UsageError
 
 LISTEN_FDS_START: Final = 3
+KEPT_PREFIX: Final = "kvd-"  # names of descriptors that an earlier daemon had stored
+STORE_TIMEOUT_S: Final = 1
 
 
 class Notifier:
@@ -43,6 +47,15 @@ class Notifier:
             body = "\n".join(f"{name}={value.replace(chr(10), ' ')}" for name, value in fields.items())
             with contextlib.suppress(OSError):
                 self._sock.sendto(body.encode(), self._path)
+
+    def hand_over(self, text: str, fds: list[int]) -> None:
+        """A message with descriptors for the manager's store, waited for: it must not be lost. Raises OSError."""
+        if self._sock is None:
+            raise OSError("there is no service manager")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", STORE_TIMEOUT_S, 0))
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            sock.sendmsg([text.encode()], rights, 0, self._path)
 
     def ready(self, status: str) -> None:
         """The daemon serves."""
@@ -99,23 +112,41 @@ def _watchdog_interval_s(env: Mapping[str, str]) -> float | None:
     return int(text) / 1e6
 
 
+def _passed(env: Mapping[str, str]) -> list[tuple[str, int]]:
+    """(name, descriptor) of all that the service manager passed to this process."""
+    if env.get("LISTEN_PID") != str(os.getpid()) or not env.get("LISTEN_FDS", "").isdigit():
+        return []
+    count = int(env["LISTEN_FDS"])
+    names = env.get("LISTEN_FDNAMES", "").split(":")
+    names += [""] * (count - len(names))
+    fds = range(LISTEN_FDS_START, LISTEN_FDS_START + count)
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return list(zip(names, fds, strict=False))
+
+
+def stored_descriptors(env: Mapping[str, str]) -> dict[str, int]:
+    """What an earlier daemon had put into the service manager's store, by name."""
+    stored: dict[str, int] = {}
+    for name, fd in _passed(env):
+        if name.startswith(KEPT_PREFIX):
+            if name in stored:
+                os.close(fd)
+            else:
+                stored[name] = fd
+    return stored
+
+
 def listening_socket(env: Mapping[str, str]) -> socket.socket | None:
     """The unix socket that the service manager passed (LISTEN_FDS), None if it passed none to this process.
 
     Raises UsageError if what it passed is not one listening unix stream socket.
     """
-    if env.get("LISTEN_PID") != str(os.getpid()) or not env.get("LISTEN_FDS", "").isdigit():
-        return None
-    count = int(env["LISTEN_FDS"])
+    sockets = [(name, fd) for name, fd in _passed(env) if not name.startswith(KEPT_PREFIX)]
+    count = len(sockets)
     if count == 0:
         return None
-    names = env.get("LISTEN_FDNAMES", "").split(":")
-    fds = range(LISTEN_FDS_START, LISTEN_FDS_START + count)
-    for fd in fds:
-        os.set_inheritable(fd, False)
-    ours = (
-        [fd for fd, name in zip(fds, names, strict=False) if name == "kvd.socket"] if count > 1 else list(fds)
-    )
+    ours = [fd for name, fd in sockets if count == 1 or name == "kvd.socket"]
     if len(ours) != 1:
         raise UsageError(
             f"the service manager passed {count} sockets; kvd takes one, or the one named kvd.socket",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from kvd.config import Config, format_size
@@ -57,6 +57,7 @@ class Report:
         self._started_s = time.monotonic()
         self._gone_counters = [0] * len(CLIENT_COUNTERS)
         self.control: Control | None = None
+        self.restart: Callable[[], dict[str, object]] = dict  # what was kept, and who is waited for
         self.page_kinds: dict[int, pool.PageKind] = {}
         clients.on_gone = self._keep_counters
 
@@ -90,6 +91,7 @@ class Report:
                 "leased_bytes": sum(client.leased_bytes for client in self._clients.by_slot.values()),
             },
             "verify": self._verifier.status(),
+            "restart": self.restart(),
             "namespaces": namespaces,
             "lookups": dict(zip(CLIENT_COUNTERS, self._client_counters(), strict=True)),
             "counters": self._counters(),

@@ -151,6 +151,12 @@ class Segment:
         return os.fstat(self.fd).st_ino
 
 
+def adopt_segment(number: int, fd: int, *, hugetlb: bool) -> Segment:
+    """A segment of an earlier daemon, by its descriptor, which belongs to the segment from now on."""
+    size_bytes = os.fstat(fd).st_size
+    return Segment(number, size_bytes, fd, segments.reopen_read_only(fd), segments.is_sealed(fd), "", hugetlb)
+
+
 def create_segment(number: int, size_bytes: int, *, hugetlb: bool, posix_name: str = "") -> Segment:
     """A new segment: a sealed memfd, or named memory under `posix_name`. Raises CapacityError, UnavailableError."""
     if posix_name:

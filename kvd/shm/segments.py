@@ -58,6 +58,14 @@ def seal_size(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS_FIXED_SIZE)
 
 
+def is_sealed(fd: int) -> bool:
+    """Whether the size of this file is fixed. Named memory cannot be sealed."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS_FIXED_SIZE == SEALS_FIXED_SIZE
+    except OSError:
+        return False
+
+
 def reopen_read_only(fd: int) -> int:
     """A descriptor of the same file that cannot be mapped writable."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)

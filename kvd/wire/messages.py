@@ -238,6 +238,33 @@ class Detached(Body):
 
 
 @dataclass(frozen=True, slots=True)
+class Left(Body):
+    """This process holds nothing any more of what it had at an earlier daemon."""
+
+    type: ClassVar[str] = "left"
+    epoch: bytes  # of that daemon, 8 bytes, big endian
+    slot: int  # its slot there
+
+    @classmethod
+    def _checked(cls, key: str, value: object) -> object:
+        if key == "epoch":
+            return _octets(cls.type, key, value, 8, 8)
+        return _number(cls.type, key, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Noted(Body):
+    """Answer to `left`: whether the daemon was waiting for it."""
+
+    type: ClassVar[str] = "noted"
+    waited: bool
+
+    @classmethod
+    def _checked(cls, key: str, value: object) -> object:
+        return _flag(cls.type, key, value)
+
+
+@dataclass(frozen=True, slots=True)
 class Namespace(Body):
     """Register a manifest (canonical encoding) and learn its number."""
 
@@ -341,14 +368,15 @@ class Error(Body):
         return _mapping(cls.type, key, value)
 
 
-Ask = Hello | Attach | Detach | Namespace | Split | Call
-Answer = Welcome | Attached | Segments | Detached | Namespaced | Splitted | Result | Error
+Ask = Hello | Attach | Detach | Left | Namespace | Split | Call
+Answer = Welcome | Attached | Segments | Detached | Noted | Namespaced | Splitted | Result | Error
 
 _ASKS: Final[dict[str, type[Ask]]] = {
-    cls.type: cls for cls in (Hello, Attach, Detach, Namespace, Split, Call)
+    cls.type: cls for cls in (Hello, Attach, Detach, Left, Namespace, Split, Call)
 }
 _ANSWERS: Final[dict[str, type[Answer]]] = {
-    cls.type: cls for cls in (Welcome, Attached, Segments, Detached, Namespaced, Splitted, Result, Error)
+    cls.type: cls
+    for cls in (Welcome, Attached, Segments, Detached, Noted, Namespaced, Splitted, Result, Error)
 }
 
 
