@@ -501,3 +501,27 @@ def test_a_piece_of_an_object_is_not_gathered(ns: kvd.Namespace) -> None:
         writes.gather(cache, engine.ids)
     with pytest.raises(CompatibilityError, match="Rank"):
         ns.register(engine.layout, engine.memory(), geom=FULL, split=kvd.Split(tp=2), rank=0)
+
+
+@pytest.mark.slow
+def test_break_even_measures_the_daemon_and_leaves_nothing_behind(daemon: Any) -> None:
+    import json
+
+    from typer.testing import CliRunner
+
+    from kvd.kvctl.plan import app
+
+    running = daemon()
+    line = ["breakeven", "--bytes", "1GiB", "--prefill-saved", "7s", "--measure", "--socket", running.socket]
+    result = CliRunner().invoke(app, [*line, "--json"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.stdout)
+    measured = answer["measured"]
+    assert measured["chunks"] == 4  # a sixteenth of the pool
+    assert 0 < measured["lookup_ns"] < 1_000_000_000
+    assert min(measured["load_bytes_per_s"], measured["copy_bytes_per_s"]) > 10_000_000
+    assert "Break-even" in answer["ledgers"]
+    with kvd.connect(running.socket) as store:
+        assert store.status()["core"]["families"] == 0
+    shown = CliRunner().invoke(app, line)
+    assert "Measured now" in shown.stdout
