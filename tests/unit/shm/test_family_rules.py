@@ -91,3 +91,49 @@ def test_masks_fit_their_groups_and_rows_are_whole() -> None:
         rules.add(65536, [])
     with pytest.raises(ValueError, match="not a multiple of 24"):
         rules.usable(b"123")
+
+
+def test_a_family_is_complete_without_its_optional_members() -> None:
+    """Members at or above family_members may come, in any order, and `match` does not ask for them."""
+    from shm_world import OBJECT_BYTES, World, u32, u64
+
+    assert OBJECT_BYTES
+    world = World()
+    _, client = world.client()
+    key = bytes(range(32))
+    for record, member, complete in ((0, 127, 0), (1, 0, 1), (2, 5, 1)):
+        world.reserve([record], members=bytes([member]))
+        entries = u32(0) if record == 0 else u32()
+        status, _, _, _ = world.table.publish(0, key, bytes([member]), 0, 1, u32(record), u64(7), entries)
+        assert status == b"\0"
+        assert client.match(key) == complete
+    low, high, split, count, ready, _ = ROW.unpack(client.present(key))
+    assert (low, high, split, count, ready) == (0b100001, 1 << 63, 0, 1, 1)
+    with pytest.raises(ValueError, match="member 128"):
+        world.reserve([3], members=bytes([128]))
+        world.table.publish(0, key, bytes([128]), 0, 1, u32(3), u64(7), u32())
+    world.close()
+
+
+def test_leases_by_rules_hold_what_the_prefix_needs_and_no_more() -> None:
+    from shm_world import World
+
+    world = World()
+    _, client = world.client()
+    keys = b"".join(bytes([n]) * 32 for n in range(1, 7))
+    world.put(keys)  # split code 3
+    window = _native.FamilyRules(CHUNK, [(1, 6)])
+    batch, usable, unknown = client.acquire_family(keys, window)
+    assert (len(batch), usable, unknown) == (0, 0, 3)
+    window.add(3, [(1, 0)])
+    batch, usable, unknown = client.acquire_family(keys, window)
+    assert (usable, unknown, batch.mask) == (6, -1, b"\0\0\0\0\1\1")
+    assert client.held == 2
+    assert world.evict(0, 1, 2, 3, 4, 5) == ([0, 1, 2, 3], [4, 5])
+    assert client.match_family(keys, window) == (6, -1), "what left is not needed"
+    full = _native.FamilyRules(CHUNK, [(0, 0)])
+    full.add(3, [(1, 0)])
+    assert client.acquire_family(keys, full)[1] == 0
+    batch.release()
+    assert client.held == 0
+    world.close()
