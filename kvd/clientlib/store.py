@@ -44,16 +44,19 @@ def connect(
     domain: str = "default",
     deadline_s: float = 5.0,
     verify_reads: bool = False,
+    reattach: bool = True,
 ) -> Store:
     """Attach to the daemon of this host: `socket`, else KVD_SOCKET, else /run/kvd/kvd.sock.
 
     `client` names this process for operators. `access` "read" maps the pool read-only. `deadline_s` bounds this call
     and is the default of those that wait. `verify_reads` checks every object's checksum when its lease is looked at.
+    `reattach`: when the daemon was restarted, attach to the next one by itself, on the next call that needs it.
     Raises UnavailableError, CompatibilityError, UsageError.
     """
     return Store(
-        socket_path(socket), client or _process_name(), access, domain, deadline_s, verify_reads=verify_reads
-    )
+        socket_path(socket), client or _process_name(), access, domain, deadline_s, verify_reads=verify_reads,
+        reattach=reattach,
+    )  # fmt: skip
 
 
 async def connect_async(socket: str | os.PathLike[str] | None = None, **options: Any) -> Store:
@@ -65,66 +68,127 @@ class Store:
     """See the module. Made by `connect`; a context manager, sync and async."""
 
     def __init__(
-        self, path: str, client: str, access: str, domain: str, deadline_s: float, *, verify_reads: bool
+        self,
+        path: str,
+        client: str,
+        access: str,
+        domain: str,
+        deadline_s: float,
+        *,
+        verify_reads: bool,
+        reattach: bool = True,
     ) -> None:
         if access not in ("read", "write"):
             raise UsageError(f'access {access!r} is not "read" or "write"', code="access", access=access)
         self.socket = path
         self.client = client
         self.access = access
+        self.domain = domain
         self.deadline_s = deadline_s
         self.verify_reads = verify_reads
+        self.reattach = reattach
         self._closed = False
         self._pid = os.getpid()
         self._namespaces: dict[bytes, Namespace] = {}
-        self._control = Control(path, name=client, role="engine", deadline_s=deadline_s)
-        try:
-            self._attach(domain)
-        except BaseException:
-            self._control.close()
-            raise
+        self._former: list[Session] = []  # of daemons that are gone, while something of them is held
+        self._renewing = threading.Lock()
+        self._look_ns = 0  # not before then is looked for the daemon (again)
+        self._pause_ns = _PAUSE_MIN_NS
+        self._serve(self._attach(deadline_s))
 
-    def _attach(self, domain: str) -> None:
-        ask = wire.Attach(domain, self.access)
-        attached, fds = self._control.attach(ask, deadline_s=self.deadline_s)
-        meta, region, wake, *segments = fds
-        try:
-            self.native = Client(meta, region, segments, self.access == "write")
-            self._wake = socket.socket(fileno=os.dup(wake))
-            self.slot = attached.slot
-            self.segment_bytes = attached.segments
-            self.calls = Calls(self.native, self._wake)
-        except BaseException:
-            for fd in segments:
-                os.close(fd)
-            raise
-        finally:
-            for fd in (meta, region, wake):
-                os.close(fd)
-        self._mapper = background.start(functools.partial(self._prefault, segments), "kvd-prefault")
+    def _attach(self, hello_s: float) -> Session:
+        return Session(
+            self.socket, self.client, self.domain, self.access, hello_s=hello_s, deadline_s=self.deadline_s
+        )
 
-    def _prefault(self, segment_fds: list[int]) -> None:
-        """Map the pool ahead of its use: a page that is touched first in the middle of a copy costs it dearly.
+    def _serve(self, session: Session) -> None:
+        self._session = session
+        self.native = session.native  # read on the hot path: a plain attribute
+        self.slot = session.slot
+        self.segment_bytes = session.segment_bytes
 
-        Only what is backed by memory: populating the rest is up to the daemon, which may have been told to leave it.
+    # -- the daemon ---------------------------------------------------------------------------------------
+
+    @property
+    def calls(self) -> Calls:
+        """Operations in flight at the present daemon."""
+        return self._session.calls
+
+    @property
+    def present_session(self) -> Session:
+        """The attachment that serves, or the one that did last."""
+        return self._session
+
+    def session(self) -> Session:
+        """The attachment to a daemon that is there as far as is known; attaches again if need be and if it is time.
+
+        Raises UnavailableError(retry=reattach), UsageError(closed, forked).
         """
+        session = self._session
+        lost = session.calls.lost
+        if lost is None and not session.native.lost:
+            return session
+        if self.renew():
+            return self._session
+        if os.getpid() != self._pid:
+            raise UsageError("this store was connected before a fork: connect again in the child", code="forked")
+        lost = self._session.lost
+        if lost is not None:
+            raise lost
+        return self._session
+
+    async def session_async(self) -> Session:
+        """As `session`, without blocking the loop."""
+        session = self._session
+        if session.calls.lost is None and not session.native.lost:
+            return session
+        return await asyncio.to_thread(self.session)
+
+    def renew(self) -> bool:
+        """Called when something was not found: whether that was because of a daemon that is gone, and there is another
+        one now, so that asking again is worth while. Looks at most every 20 ms; a daemon that is away is tried every
+        20 ms … 1 s, with jitter. Never raises.
+        """
+        now_ns = time.monotonic_ns()
+        if now_ns < self._look_ns or self._closed or os.getpid() != self._pid:
+            return False
+        if not self._renewing.acquire(blocking=False):
+            return False  # another thread is at it
         try:
-            backed = [
-                list(_backed(fd, size_bytes))
-                for fd, size_bytes in zip(segment_fds, self.segment_bytes, strict=True)
-            ]
+            return self._renew(now_ns)
         finally:
-            for fd in segment_fds:
-                os.close(fd)
-        for number, ranges in enumerate(backed):
-            for begin, end in ranges:
-                for offset in range(begin, end, _PREFAULT_BYTES):
-                    if background.leaving.is_set():
-                        return
-                    try:
-                        self.native.prefault(number, offset, min(_PREFAULT_BYTES, end - offset))
-                    except RuntimeError:
-                        return  # closed meanwhile
+            self._renewing.release()
+
+    def _renew(self, now_ns: int) -> bool:
+        session = self._session
+        self._look_ns = now_ns + _PAUSE_MIN_NS
+        if session.look():
+            self._pause_ns = _PAUSE_MIN_NS
+            self._say_left()
+            return False
+        if not self.reattach:
+            return False
+        try:
+            following = self._attach(min(_HELLO_S, self.deadline_s))
+        except (KvdError, OSError):
+            self._look_ns = time.monotonic_ns() + int(self._pause_ns * random.uniform(0.5, 1.5))
+            self._pause_ns = min(2 * self._pause_ns, _PAUSE_MAX_NS)
+            return False
+        self._pause_ns = _PAUSE_MIN_NS
+        self._serve(following)
+        session.retire()
+        self._former.append(session)
+        self._say_left()
+        return True
+
+    def _say_left(self) -> None:
+        """Tell the daemon of former attachments of which nothing is held any more."""
+        for former in [session for session in self._former if session.left]:
+            try:
+                self._session.request(wire.Left(former.epoch, former.slot), wire.Noted)
+            except KvdError:
+                return  # next time, or the end of the process tells
+            self._former.remove(former)
 
     # -- namespaces ---------------------------------------------------------------------------------------
 
@@ -137,22 +201,11 @@ class Store:
 
     def namespace_number(self, namespace: Namespace) -> int:
         """The number under which the daemon keeps a namespace; asks once."""
-        if namespace._number is None:
-            manifest = namespace.manifest
-            ask = wire.Namespace(manifest.encode(), f"{manifest.model}@{manifest.short}"[:128])
-            answer = self._control.request(ask, wire.Namespaced, deadline_s=self.deadline_s)
-            namespace._number = answer.number
-        return namespace._number
-
-    async def namespace_number_async(self, namespace: Namespace) -> int:
-        """As `namespace_number`, without blocking the loop."""
-        if namespace._number is None:
-            return await asyncio.to_thread(self.namespace_number, namespace)
-        return namespace._number
+        return self.session().number(namespace.manifest)
 
     def split_number(self, split: dict[str, Any]) -> int:
         """The number of a split (how a family is divided into members); equal splits have equal numbers."""
-        return self._control.request(wire.Split(split), wire.Splitted, deadline_s=self.deadline_s).number
+        return self.session().request(wire.Split(split), wire.Splitted).number
 
     # -- reading by identity ------------------------------------------------------------------------------
 
@@ -160,6 +213,8 @@ class Store:
         """A lease on one object by its identity, None when it is not here."""
         try:
             native = self.native.fetch(identity, member, self.request(request))
+            if native is None and self.renew():
+                native = self.native.fetch(identity, member, self.request(request))
         except NATIVE as error:
             raise translate(error) from None
         return None if native is None else Lease(native, identity, self.report_damage)
@@ -181,8 +236,7 @@ class Store:
 
     def call(self, method: str, deadline_s: float | None = None, **params: Any) -> Any:
         """Ask the daemon (docs: kvd/wire/PROTOCOL.md, "Methods of call")."""
-        limit = self.deadline_s if deadline_s is None else deadline_s
-        return self._control.request(wire.Call(method, params), wire.Result, deadline_s=limit).result
+        return self.session().request(wire.Call(method, params), wire.Result, deadline_s).result
 
     def status(self) -> dict[str, Any]:
         """The daemon's status, as `kvctl status --json` shows it."""
@@ -206,7 +260,11 @@ class Store:
     @property
     def lost(self) -> KvdError | None:
         """Why this store can only read what it leased, None while the daemon answers."""
-        return self.calls.lost
+        return self._session.lost
+
+    def fileno(self) -> int:
+        """A descriptor for poll: POLLRDHUP on it says that the daemon has gone, before any call has noticed."""
+        return self._control.fileno()
 
     def close(self) -> None:
         """Detach. Leases and views that are alive keep their memory, and the daemon honours them until they end."""
@@ -214,18 +272,12 @@ class Store:
             return
         self._closed = True
         if os.getpid() != self._pid:
-            self._control.close()
-            self._wake.close()
+            self._session.abandon()
             return
-        leased = self.native.close()
-        self._mapper.join()
-        if self.calls.lost is None and not leased:
-            # A daemon that is away or slow learns of the end from the kernel.
-            with contextlib.suppress(KvdError):
-                self._control.request(wire.Detach(), wire.Detached, deadline_s=min(1.0, self.deadline_s))
-        self.calls.close()
-        self._control.close()
-        self._wake.close()
+        with self._renewing:
+            if self._session.calls.lost is None:
+                self._say_left()
+            self._session.close()
 
     def __enter__(self) -> Store:
         return self
@@ -274,18 +326,6 @@ class Admin:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _backed(fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges [begin, end) of a segment that have memory."""
-    end = 0
-    while end < size_bytes:
-        try:
-            begin = os.lseek(fd, end, os.SEEK_DATA)
-            end = os.lseek(fd, begin, os.SEEK_HOLE)
-        except OSError:
-            return  # nothing but a hole from here on
-        yield begin, end
 
 
 def _process_name() -> str:
