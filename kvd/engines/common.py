@@ -1,8 +1,8 @@
 """What all engine adapters need to name a cache: the manifest of an engine's configuration, the revision of weights.
 
-Reads files of a checkpoint and nothing else; any thread. A manifest made here names everything that changes KV bytes for
-a given prefix of token ids: model and weights, adapter, types, geometry, the engine's kernels' element types, salt.
-Tokenizer and chat template only choose token ids, so unless they are given they are declared the same for the domain.
+Reads files of a checkpoint and nothing else; any thread. A manifest made here names everything that changes KV bytes
+for a given prefix of token ids: model and weights, adapter, element types, geometry, salt, what an adapter adds.
+Tokenizer and chat template only choose token ids: unless they are given they are declared the same for the domain.
 """
 
 from __future__ import annotations
