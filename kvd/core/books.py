@@ -42,6 +42,7 @@ class CoreConfig:
     journal_requests: int = 4096
     ghosts: int = 16384
     partial_grace_ns: int = 1_000_000_000  # so long the other ranks have to publish their members
+    answers_early: bool = False  # writers are answered by DoPublish, while the books are still being written
 
     def __post_init__(self) -> None:
         for name, low, high in (

@@ -28,6 +28,7 @@ from kvd.types import Member
 
 NONE = 0xFFFFFFFF  # "no entry", "no record", "no run" in a u32 column
 PREVIOUS = 0xFFFFFFFE  # in DoPublish.parents: the family of the item before
+NO_OP = -1  # "no operation" in DoPublish.answer_op
 NO_PLACE = 0xFFFFFFFFFFFFFFFF  # "no place" in a u64 column
 ADMIN = -1  # the `client` of answers to administration
 
@@ -321,6 +322,7 @@ class DoPublish(NamedTuple):
     entries: array[int]  # u32: free ones it may use, from the first on
     namespace: int
     parents: array[int]  # u32 an item: entry that its family lies behind, NONE, PREVIOUS
+    answer_op: int = NO_OP  # not NO_OP: what the table says is the writer's answer, tell it before `Published`
 
 
 class DoEvict(NamedTuple):

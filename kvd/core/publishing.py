@@ -15,6 +15,7 @@ from kvd import limits
 from kvd.core.books import Books, Flow
 from kvd.core.columns import u32, u64
 from kvd.core.events import (
+    NO_OP,
     NONE,
     PREVIOUS,
     Abort,
@@ -77,7 +78,10 @@ class Publishing:
             checksums = array("Q", [checksums[at] for at in chosen])
         items, checksums = self._with_entries(reservation, items, checksums, first, statuses)
         if items:
-            outcome = yield from self._publish(reservation, items, checksums)
+            early = books.config.answers_early and not books.config.strict_duplicates and len(items) == count
+            outcome = yield from self._publish(reservation, items, checksums, event.op if early else NO_OP)
+            if early:
+                return
             if len(items) == count:
                 statuses = bytearray(outcome)
             else:
@@ -138,7 +142,9 @@ class Publishing:
         kept = [(item, checksum) for item, checksum in zip(items, checksums, strict=True) if item not in gone]
         return [item for item, _ in kept], array("Q", [checksum for _, checksum in kept])
 
-    def _publish(self, reservation: Reservation, items: Sequence[int], checksums: array[int]) -> Flow[bytes]:
+    def _publish(
+        self, reservation: Reservation, items: Sequence[int], checksums: array[int], answer_op: int
+    ) -> Flow[bytes]:
         books = self._books
         forest = books.forest
         m = reservation.members_count
@@ -168,6 +174,7 @@ class Publishing:
             entries=(offered := forest.take_entries(entries_count)),
             namespace=reservation.namespace,
             parents=_parents(reservation, items),
+            answer_op=answer_op,
         )
         if not isinstance(answer, Published) or len(answer.statuses) != len(items):
             raise InvariantError("a publication was answered by something else", code="answer")
@@ -217,6 +224,8 @@ class Publishing:
         reservation.entries[begin:end] = new
         reservation.promised[begin:end] = bytes(len(new))
         forest.promised_count -= len(new)
+        if books.reservations.pending.shared_count:
+            self._tell_others(reservation, new)
         books.reservations.not_live(reservation, items)
         if reservation.live_count:
             forest.claim(run)
@@ -253,6 +262,8 @@ class Publishing:
             else:
                 new[family] = member
         self._append_new(reservation, new)
+        if new and books.reservations.pending.shared_count:
+            self._tell_others(reservation, [known[family] for family in new])
         for entry, member in grown:
             add = forest.add_member if reservation.is_mandatory(member) else forest.add_optional
             add(entry, reservation.shape.slot_bytes[member], reservation.shape.class_set)
@@ -294,6 +305,31 @@ class Publishing:
                 class_set=reservation.shape.class_set, now_ns=self._books.now_ns,
             )  # fmt: skip
             self._join(reservation, begin, end)
+
+    def _tell_others(self, reservation: Reservation, entries: Iterable[int]) -> None:
+        """Who writes these families too learns that they are there: what it publishes next lies behind them."""
+        books = self._books
+        forest = books.forest
+        new = {forest.key8_of[entry]: entry for entry in entries}
+        for other in books.reservations.live.values():
+            if (
+                other is reservation
+                or other.namespace != reservation.namespace
+                or new.keys().isdisjoint(other.key8s)
+            ):
+                continue
+            for family, key8 in enumerate(other.key8s):
+                entry = new.get(key8)
+                if entry is None or other.entries[family] != NONE:
+                    continue
+                other.entries[family] = entry
+                self._end_promises(other, (family,))
+                run = forest.run_of[entry]
+                forest.claim(run)
+                other.claimed.append(run)
+                behind = other.entries[family + 1] if family + 1 < other.families_count else NONE
+                if behind != NONE and forest.is_used(behind):
+                    forest.link(entry, behind)
 
     def _join(self, reservation: Reservation, begin: int, end: int) -> None:
         """Families [begin, end) are new: join them to what lies before and behind them, if that came out of order."""

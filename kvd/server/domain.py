@@ -135,6 +135,9 @@ class Domain:
             effect.namespace,
             effect.parents,
         )
+        if effect.answer_op != ev.NO_OP:
+            # The event that the answer stands for has happened; the client wakes up while the core writes its books.
+            self.performers[ev.PublishedReply](ev.PublishedReply(effect.client, effect.answer_op, statuses))
         return ev.Published(effect.token, statuses, memoryview(entries).cast("I"), differs, used)
 
     def _evict(self, effect: ev.DoEvict) -> ev.Evicted:
@@ -223,6 +226,7 @@ def core_config(config: Config) -> CoreConfig:
         protected_share=config.eviction.protected_share,
         hard_pin_share=config.eviction.pinned_share,
         strict_duplicates=config.objects.strict_duplicates,
+        answers_early=True,
     )
 
 
