@@ -29,7 +29,10 @@ WARM_UP_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class ChunkShape:
-    """What one chunk's bytes are: float32 [layers, 2 (K, V), kv_heads, tokens, head_dim], C-contiguous."""
+    """What one chunk's bytes are: float32 [layers, kv_heads, 2 (K, V), tokens, head_dim], C-contiguous.
+
+    That is kvd's canonical object (docs/design/layout.md) of an engine that is not split.
+    """
 
     layers: int
     kv_heads: int
@@ -38,7 +41,7 @@ class ChunkShape:
 
     @property
     def dims(self) -> tuple[int, int, int, int, int]:
-        return (self.layers, 2, self.kv_heads, self.tokens, self.head_dim)
+        return (self.layers, self.kv_heads, 2, self.tokens, self.head_dim)
 
     @property
     def size_bytes(self) -> int:
@@ -110,8 +113,8 @@ def pack(cache: DynamicCache, chunk: int, shape: ChunkShape) -> torch.Tensor:
     span = slice(chunk * shape.tokens, (chunk + 1) * shape.tokens)
     packed = torch.empty(shape.dims, dtype=torch.float32)
     for index, layer in enumerate(cache.layers):
-        packed[index, 0].copy_(layer.keys[0, :, span])
-        packed[index, 1].copy_(layer.values[0, :, span])
+        packed[index, :, 0].copy_(layer.keys[0, :, span])
+        packed[index, :, 1].copy_(layer.values[0, :, span])
     return packed
 
 
@@ -119,6 +122,6 @@ def unpack(chunks: Sequence[torch.Tensor], cache: DynamicCache) -> None:
     """Fill an empty cache from chunks in order, each of a `ChunkShape`; the chunks are copied, not kept."""
     with torch.inference_mode():
         for index in range(chunks[0].shape[0]):
-            keys = torch.cat([chunk[index, 0] for chunk in chunks], dim=1)
-            values = torch.cat([chunk[index, 1] for chunk in chunks], dim=1)
+            keys = torch.cat([chunk[index, :, 0] for chunk in chunks], dim=1)
+            values = torch.cat([chunk[index, :, 1] for chunk in chunks], dim=1)
             cache.update(keys.unsqueeze(0), values.unsqueeze(0), index)
