@@ -268,6 +268,7 @@ LeaseSet* Client::fetch(const u8* key, u32 member, u64 request) {
     touch(touch_fetch, asked, 0, 0, nullptr, {}, 0);
     return nullptr;
   }
+  index_.prefetch_record(hit.entry);  // its line comes while the hazard is placed and fenced
   LeaseSet* set = new LeaseSet(shared_from_this(), 1, 1);
   const LeaseRef hold(set);
   set->add(hit.entry, sg_generation(hit.sg), 0);

@@ -63,7 +63,11 @@ class Index {
     return {first, (first ^ (mix32(tag) | 1)) & mask_, tag};
   }
 
-  Hit find(const Key& key) const noexcept { return find(key, locate(key)); }
+  Hit find(const Key& key) const noexcept {
+    const Spot spot = locate(key);
+    __builtin_prefetch(&buckets_[spot.second]);
+    return find(key, spot);
+  }
 
   // Finds `count` keys of 32 bytes in order, overlapping their cache misses: while one key is compared, the entries of
   // the next `stage` keys and the buckets of the `stage` after them are on their way. sink(i, hit) returns whether to
@@ -115,6 +119,11 @@ class Index {
   bool unchanged(const Hit& hit) const noexcept {
     std::atomic_thread_fence(std::memory_order_acquire);
     return entries_[hit.entry].sg.load(std::memory_order_relaxed) == hit.sg;
+  }
+  // Brings the line of a family's first record, whatever it says: a hint.
+  void prefetch_record(u32 entry) const noexcept {
+    const u32 first = this->entry(entry).record_first.load(std::memory_order_relaxed);
+    if (first < shape().records_max) __builtin_prefetch(&record(first));
   }
   // The record of a member, none32 if it is not there. std::runtime_error: the list leads nowhere. The caller holds a
   // hazard on the entry, or is the daemon.
