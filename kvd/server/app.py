@@ -42,6 +42,9 @@ from kvd.shm.layout import MetaState
 from kvd.version import VERSION
 
 TICK_S: Final = 1.0
+TICK_LATE_S: Final = 5.0
+POPULATION_LATE_S: Final = 60.0  # the first huge pages of a full machine take that long
+VERIFY_LATE_S: Final = 30.0
 EXIT_OK: Final = 0
 EXIT_BROKEN: Final = 70
 EXIT_STOP_TIMEOUT: Final = 75
@@ -71,6 +74,7 @@ class App:
         self.watchdog = Watchdog(self.notifier, env)
         self.supervisor = Supervisor(self.fatal)
         self._status_line = ""
+        self._populated_bytes = -1
 
     # --- life
 
@@ -162,8 +166,9 @@ class App:
             self._loop, self.domain, self.clients, leased_over=config.clients.leased_over, guard=guard
         )
         self.verifier = Verifier(
-            self._loop, self.domain, self.clients.by_slot.get, self.runner.withdraw, config.objects
-        )
+            self._loop, self.domain, self.clients.by_slot.get, self.runner.withdraw, config.objects,
+            self._verifying,
+        )  # fmt: skip
         self.population = Population(
             self._loop, self.domain.segments, config.pool, self._segment_ready, self._pages_measured, guard
         )
@@ -203,7 +208,7 @@ class App:
             self.supervisor.start("metrics", self.metrics.run, restart=True)
         self.supervisor.set_health("population", "starting")
         self.population.start()
-        self.supervisor.start("population", self._populate, restart=False)
+        self.supervisor.start("population", self._populate, restart=False, ends=True)
         await self.population.first_ready()
         self.domain.table.set_state(MetaState.SERVING)
         self.supervisor.set_health("daemon", "ok")
@@ -248,6 +253,8 @@ class App:
         """Once a second: the loop proves that it turns, recency and leases are looked at, status is told."""
         while True:
             self.watchdog.beat()
+            self.supervisor.beat("tick", TICK_LATE_S, late="failed")
+            self._look_at_population()
             self.runner.tick()
             self.ghosts.tick()
             line = self.report.line()
@@ -255,6 +262,21 @@ class App:
                 self._status_line = line
                 self.notifier.status(line)
             await asyncio.sleep(TICK_S)
+
+    def _look_at_population(self) -> None:
+        """Its threads are no tasks: that they get on shows in their progress."""
+        progress = self.population.progress
+        if progress.done:
+            self.supervisor.rest("population")
+        elif progress.populated_bytes != self._populated_bytes:
+            self._populated_bytes = progress.populated_bytes
+            self.supervisor.beat("population", POPULATION_LATE_S)
+
+    def _verifying(self, busy: bool) -> None:
+        if busy:
+            self.supervisor.beat("verify", VERIFY_LATE_S)
+        else:
+            self.supervisor.rest("verify")
 
     # --- stopping
 

@@ -104,12 +104,16 @@ class MetricsServer:
             ) from error  # fmt: skip
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Serve until cancelled; may be called again after it failed, and then listens again where it did before."""
         if self._server is None:
             await self.start()
         if self._server is not None:
-            async with self._server:
-                await self._server.serve_forever()
+            self._host, self._port = self.address
+            try:
+                async with self._server:
+                    await self._server.serve_forever()
+            finally:
+                self._server = None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections += 1

@@ -123,7 +123,7 @@ class Report:
             "restarts": self._supervisor.restarts,
             "parts": {
                 part: {"state": item.state, "reason": item.reason}
-                for part, item in self._supervisor.health.items()
+                for part, item in self._supervisor.parts().items()
             },
         }
 
@@ -228,7 +228,7 @@ class Report:
             ({"version": VERSION, "epoch": f"{self._domain.identity.epoch:016x}"}, 1)])  # fmt: skip
         yield Series("kvd_uptime_seconds", "gauge", "Seconds since the daemon started.", [
             ({}, round(time.monotonic() - self._started_s, 1))])  # fmt: skip
-        states = {part: item.state for part, item in self._supervisor.health.items()}
+        states = {part: item.state for part, item in self._supervisor.parts().items()}
         yield Series("kvd_part_healthy", "gauge", "1 if this part of the daemon works as configured.", [
             ({"part": part}, float(states.get(part, "ok") == "ok")) for part in dict.fromkeys((*PARTS, *states))
         ])  # fmt: skip

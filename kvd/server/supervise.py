@@ -1,12 +1,16 @@
-"""Every background task is watched: if one dies, health turns bad, and it is started again or the daemon exits.
+"""Every background task is watched: if one dies or stands still, health turns bad; a dead one is started again, or the
+daemon exits.
 
 Owns the tasks and the health of the daemon's parts; event-loop thread only. A part is "ok", "starting", "degraded"
-(it works with less) or "failed". Invariant: a task's exception is never lost.
+(it works with less) or "failed". A part that has promised a sign of life (`beat`) and gave none in time is shown as
+stalled for as long as that lasts, by whoever asks: nothing has to run for it. Invariants: a task's exception is never
+lost; a task that ends, or is cancelled by somebody else, counts as dead.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
@@ -36,6 +40,8 @@ class Supervisor:
         self._fatal = fatal
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._restarts: dict[str, int] = {}
+        self._beats: dict[str, tuple[float, float, str]] = {}  # part -> when, within, state if late
+        self._stopping = False
         self.health: dict[str, Health] = {}
 
     def guard(self, call: Callable[..., None], *args: object) -> None:
@@ -52,10 +58,27 @@ class Supervisor:
         if state != before.state and state in ("degraded", "failed"):
             _log.warning("part_unhealthy", part=part, state=state, reason=reason)
 
+    def beat(self, part: str, within_s: float, late: str = "degraded") -> None:
+        """A sign of life; the next is to come within this time, or the part is in the state `late` until it does."""
+        self._beats[part] = (time.monotonic(), within_s, late)
+
+    def rest(self, part: str) -> None:
+        """No sign of life is to be expected of this part for now."""
+        self._beats.pop(part, None)
+
+    def parts(self) -> dict[str, Health]:
+        """How every part is at this moment, those that stand still included."""
+        now_s = time.monotonic()
+        found = dict(self.health)
+        for part, (last_s, within_s, late) in self._beats.items():
+            if now_s - last_s > within_s and found.get(part, Health("ok")).state != "failed":
+                found[part] = Health(late, f"no sign of life for {now_s - last_s:.0f} s")
+        return found
+
     @property
     def state(self) -> str:
         """The worst state of all parts."""
-        states = {item.state for item in self.health.values()}
+        states = {item.state for item in self.parts().values()}
         return next((state for state in ("failed", "starting", "degraded") if state in states), "ok")
 
     @property
@@ -63,20 +86,26 @@ class Supervisor:
         """How often a task had to be started again."""
         return sum(self._restarts.values())
 
-    def start(self, name: str, run: Callable[[], Awaitable[None]], *, restart: bool) -> None:
-        """Run a task; when it raises, run it again after a growing pause, or (restart=False) stop the daemon."""
-        self.health.setdefault(name, Health("ok"))
-        self._tasks[name] = asyncio.get_running_loop().create_task(self._watch(name, run, restart), name=name)
+    def start(
+        self, name: str, run: Callable[[], Awaitable[None]], *, restart: bool, ends: bool = False
+    ) -> None:
+        """Run a task; when it dies, run it again after a growing pause, or (restart=False) stop the daemon.
 
-    async def _watch(self, name: str, run: Callable[[], Awaitable[None]], restart: bool) -> None:
+        `ends`: the task may return when its work is done; of any other that would be a death.
+        """
+        self.health.setdefault(name, Health("ok"))
+        self._tasks[name] = asyncio.get_running_loop().create_task(
+            self._watch(name, run, restart, ends), name=name
+        )
+
+    async def _watch(self, name: str, run: Callable[[], Awaitable[None]], restart: bool, ends: bool) -> None:
         pause_s = 0.1
         while True:
             try:
-                await run()
+                await self._once(run, ends)
                 return
-            except asyncio.CancelledError:
-                raise
             except Exception as error:  # noqa: BLE001 - whatever it is, it is reported and acted upon
+                self.rest(name)
                 self.set_health(name, "failed", f"{type(error).__name__}: {error}")
                 _log.error("task_died", task=name, exc_info=error)
                 if not restart or isinstance(error, InvariantError):
@@ -87,8 +116,22 @@ class Supervisor:
             self._restarts[name] = self._restarts.get(name, 0) + 1
             self.set_health(name, "degraded", "restarted")
 
+    async def _once(self, run: Callable[[], Awaitable[None]], ends: bool) -> None:
+        """Run a task to its end; raises what it died of."""
+        try:
+            await run()
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._stopping or task is None:
+                raise
+            task.uncancel()
+            raise RuntimeError("cancelled, and not by the supervisor") from None
+        if not ends:
+            raise RuntimeError("returned, and it must not")
+
     async def stop(self) -> None:
         """Cancel all tasks and wait for them."""
+        self._stopping = True
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

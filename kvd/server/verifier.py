@@ -117,11 +117,13 @@ class Verifier:
         client_of: Callable[[int], Client | None],
         withdraw: Withdraw,
         config: ObjectsConfig,
+        busy: Callable[[bool], None] = lambda _busy: None,
     ) -> None:
         self._loop = loop
         self._domain = domain
         self._client_of = client_of
         self._withdraw = withdraw
+        self._busy = busy
         self._sample_every = config.verify_sample
         self._until_sample = self._sample_every
         self._wanted = asyncio.Event()
@@ -342,7 +344,9 @@ class Verifier:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvd-verify")
         views = [self._memory(item) for item in items]
+        self._busy(True)
         found = await self._loop.run_in_executor(self._pool, _checksums, items, views)
+        self._busy(False)
         damaged = []
         for item, checksum in zip(items, found, strict=True):
             if checksum == item.checksum:
