@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from kvd import limits
 from kvd.clientlib import background
 from kvd.clientlib.native_errors import NATIVE, translate
-from kvd.errors import CapacityError, KvdError, ProtocolError, UnavailableError, UsageError
+from kvd.errors import CapacityError, KvdError, LifecycleError, ProtocolError, UnavailableError, UsageError
 from kvd.shm import messages
 from kvd.shm.messages import Cq, Sq
 
@@ -164,19 +164,28 @@ class Calls:
             else:
                 self._drain()
                 self.fail(_gone())
+                self._leave_loop()
                 return
         except BlockingIOError:
             pass
         except OSError as error:
             self.fail(_gone(error))
+            self._leave_loop()
             return
         self._rings.awake()
         self._drain()
         while not self._rings.may_sleep():
             self._drain()
 
+    def _leave_loop(self) -> None:
+        """A socket at its end is readable for ever: it must not spin the loop until it is closed."""
+        loop = asyncio.get_running_loop()
+        if loop in self._loops:
+            self._loops.discard(loop)
+            loop.remove_reader(self._wake.fileno())
+
     def _nudge_loops(self) -> None:
-        for loop in self._loops:
+        for loop in list(self._loops):
             if not loop.is_closed():
                 loop.call_soon_threadsafe(self._on_wake)
 
@@ -194,7 +203,7 @@ class Calls:
 
     def _try_submit(self, kind: Sq, payload: bytes, waiter: _Waiter) -> int | None:
         if self.lost is not None:
-            raise self.lost
+            raise _refusal(kind, self.lost)
         if self._abandoned:
             self._drain()
         op, self._next_op = self._next_op, self._next_op + 1
@@ -309,6 +318,16 @@ class Calls:
         collector = self._collector
         if collector is not None:
             collector.join()  # it must not poll a descriptor that is somebody else's by then
+
+
+def _refusal(kind: Sq, lost: KvdError) -> KvdError:
+    """What a call gets once the daemon is gone: what that daemon had granted is over, whoever follows it."""
+    if kind is Sq.PUBLISH and isinstance(lost, UnavailableError):
+        return LifecycleError(
+            "the daemon that granted this reservation is gone: it is over, reserve anew and write again",
+            code="reservation-over",
+        )
+    return lost
 
 
 def _running(loop: asyncio.AbstractEventLoop) -> bool:

@@ -29,6 +29,7 @@ from kvd.shm.messages import Cq, Reserve, Sq
 from kvd.types import Member
 
 if TYPE_CHECKING:
+    from kvd.clientlib.session import Session
     from kvd.clientlib.store import Store
 
 
@@ -38,7 +39,6 @@ class Namespace:
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store = store
         self.manifest = manifest
-        self._number: int | None = None
         self._families: dict[tuple[int, int], Families] = {}  # by id: a Families keeps its geometry
         self._caches: dict[tuple[str, int, Rank], EngineCache] = {}
 
@@ -82,6 +82,12 @@ class Namespace:
         made of hashes or identities and cannot know it).
         """
         number = self._store.request(request)
+        found = self._match(chain, geom, prompt_tokens, number)
+        if found < len(chain) and self._store.renew():
+            found = self._match(chain, geom, prompt_tokens, number)
+        return found
+
+    def _match(self, chain: Chain, geom: Geometry | None, prompt_tokens: int | None, number: int) -> int:
         try:
             if geom is None:
                 return self._store.native.match(chain.identities, number)
@@ -108,7 +114,15 @@ class Namespace:
 
         With a geometry: on what the usable prefix needs (`FamilyLeases`), as `match` finds it.
         """
-        store, number = self._store, self._store.request(request)
+        number = self._store.request(request)
+        leases = self._acquire(chain, geom, prompt_tokens, number)
+        if len(leases) < len(chain) and self._store.renew():
+            leases.release()
+            leases = self._acquire(chain, geom, prompt_tokens, number)
+        return leases
+
+    def _acquire(self, chain: Chain, geom: Geometry | None, prompt_tokens: int | None, number: int) -> Leases:
+        store = self._store
         try:
             if geom is None:
                 native = store.native.acquire(chain.identities, number)
@@ -133,6 +147,8 @@ class Namespace:
         """
         try:
             native = self._store.native.adopt(exported)
+            if len(native) != len(native.mask) and self._store.renew():
+                native = self._store.native.adopt(exported)
         except NATIVE as error:
             raise translate(error) from None
         if len(native) != len(native.mask):
@@ -236,12 +252,12 @@ class Namespace:
         wanted = self._wanted(chain, nbytes, members, family_members, geom, split, rank, groups)
         limit = self._store.deadline_s if deadline_s is None else deadline_s
         if not wanted.parts:
-            return wanted.writes(self._store, chain, limit, none_to_write())
-        payload = self._payload(
-            chain, wanted, skip_pending, self._store.request(request), self._store.namespace_number(self)
-        )
-        answer = self._store.calls.call(Sq.RESERVE, payload, limit)
-        return wanted.writes(self._store, chain, limit, calls.expect(Cq.RESERVED, answer))
+            return wanted.writes(self._store.present_session, chain, limit, none_to_write())
+        session = self._store.session()
+        number = session.number(self.manifest)
+        payload = self._payload(chain, wanted, skip_pending, self._store.request(request), number)
+        answer = session.calls.call(Sq.RESERVE, payload, limit)
+        return wanted.writes(session, chain, limit, calls.expect(Cq.RESERVED, answer))
 
     async def reserve_async(
         self,
@@ -262,11 +278,12 @@ class Namespace:
         wanted = self._wanted(chain, nbytes, members, family_members, geom, split, rank, groups)
         limit = self._store.deadline_s if deadline_s is None else deadline_s
         if not wanted.parts:
-            return wanted.writes(self._store, chain, limit, none_to_write())
-        number = await self._store.namespace_number_async(self)
+            return wanted.writes(self._store.present_session, chain, limit, none_to_write())
+        session = await self._store.session_async()
+        number = await session.number_async(self.manifest)
         payload = self._payload(chain, wanted, skip_pending, self._store.request(request), number)
-        answer = await self._store.calls.call_async(Sq.RESERVE, payload, limit)
-        return wanted.writes(self._store, chain, limit, calls.expect(Cq.RESERVED, answer))
+        answer = await session.calls.call_async(Sq.RESERVE, payload, limit)
+        return wanted.writes(session, chain, limit, calls.expect(Cq.RESERVED, answer))
 
     def _wanted(
         self,
@@ -347,8 +364,8 @@ class _Wanted:
     families: Families | None = None
     objects: Objects | None = None
 
-    def writes(self, store: Store, chain: Chain, limit_s: float, answer: bytes) -> Writes:
-        """The reservation that the daemon's answer made."""
+    def writes(self, session: Session, chain: Chain, limit_s: float, answer: bytes) -> Writes:
+        """The reservation that the daemon's answer made: it belongs to that daemon, whoever follows it."""
         return Writes(
-            store.native, store.calls, chain, self.parts, limit_s, answer, self.families, self.objects
+            session.native, session.calls, chain, self.parts, limit_s, answer, self.families, self.objects
         )

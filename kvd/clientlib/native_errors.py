@@ -19,6 +19,11 @@ def translate(error: Exception) -> KvdError:
         )
     if "fork" in text:
         return UsageError("this store was connected before a fork: connect again in the child", code="forked")
+    if "belonged to is gone" in text:
+        return LifecycleError(
+            "the daemon that granted this reservation is gone: it is over, reserve anew and write again",
+            code="reservation-over",
+        )
     if "closed" in text:
         return UsageError("this store was closed; connect again", code="closed")
     if isinstance(error, ValueError | TypeError):

@@ -1,35 +1,37 @@
-"""Store: one attachment of this process to the daemon of its host.
+"""Store: this process at the daemon of its host, over restarts of that daemon.
 
-Owns the control connection, the mapped regions and the rings; composes what the other modules of clientlib do. May
-be used from any thread and any event loop of the process that connected; a forked child must connect for itself.
-Leases and views outlive `close`.
+Owns the sessions: the one that serves, and former ones of which something is held. Composes what the other modules of
+clientlib do. May be used from any thread and any event loop of the process that connected; a forked child must connect
+for itself. Leases and views outlive `close`, and the daemon. No thread watches the daemon: that it is gone is noticed
+where something is asked of it, or is not found.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
-import socket
+import random
 import sys
-from collections.abc import Iterator
+import threading
+import time
 from types import TracebackType
 from typing import Any
 
-from kvd.clientlib import background
 from kvd.clientlib.calls import Calls
 from kvd.clientlib.control import Control, socket_path
 from kvd.clientlib.leases import Lease
 from kvd.clientlib.namespace import Namespace
 from kvd.clientlib.native_errors import NATIVE, translate
+from kvd.clientlib.session import Session
 from kvd.errors import KvdError, UsageError
 from kvd.layout.manifest import Manifest
 from kvd.shm import compute
-from kvd.shm._native import Client
 from kvd.wire import messages as wire
 
-_PREFAULT_BYTES = 16 << 20
+_PAUSE_MIN_NS = 20_000_000
+_PAUSE_MAX_NS = 1_000_000_000
+_HELLO_S = 0.05  # a daemon that is starting answers later; look-ups must not wait for it
 _COUNTERS = (
     "lookups", "keys_asked", "keys_hit", "leases", "leases_released", "bytes_viewed", "fetches",
     "adopts", "adopts_failed", "verify_failed", "bytes_filled",
@@ -131,7 +133,9 @@ class Store:
         if self.renew():
             return self._session
         if os.getpid() != self._pid:
-            raise UsageError("this store was connected before a fork: connect again in the child", code="forked")
+            raise UsageError(
+                "this store was connected before a fork: connect again in the child", code="forked"
+            )
         lost = self._session.lost
         if lost is not None:
             raise lost
@@ -263,8 +267,11 @@ class Store:
         return self._session.lost
 
     def fileno(self) -> int:
-        """A descriptor for poll: POLLRDHUP on it says that the daemon has gone, before any call has noticed."""
-        return self._control.fileno()
+        """A descriptor for poll: POLLRDHUP on it says that the daemon has gone, before any call has noticed.
+
+        Another one after the store has attached to the next daemon.
+        """
+        return self._session.fileno()
 
     def close(self) -> None:
         """Detach. Leases and views that are alive keep their memory, and the daemon honours them until they end."""
