@@ -96,7 +96,8 @@ class Core:
     def step(self, now_ns: int, event: Event) -> list[Effect]:
         """Take one event and say what is to be done. InvariantError: the books disagree, stop the daemon."""
         books = self._books
-        books.now_ns = now_ns
+        if now_ns > books.now_ns:  # a clock that goes back stands still: nothing new is older than what was
+            books.now_ns = now_ns
         effects: list[Effect] = []
         books.effects = effects
         kind = type(event)

@@ -224,9 +224,8 @@ class Publishing:
         reservation.entries[begin:end] = new
         reservation.promised[begin:end] = bytes(len(new))
         forest.promised_count -= len(new)
-        if books.reservations.pending.shared_count:
-            self._tell_others(reservation, new)
         books.reservations.not_live(reservation, items)
+        self._tell_others(reservation, reservation.key8s[begin:end], new)
         if reservation.live_count:
             forest.claim(run)
             reservation.claimed.append(run)
@@ -262,8 +261,6 @@ class Publishing:
             else:
                 new[family] = member
         self._append_new(reservation, new)
-        if new and books.reservations.pending.shared_count:
-            self._tell_others(reservation, [known[family] for family in new])
         for entry, member in grown:
             add = forest.add_member if reservation.is_mandatory(member) else forest.add_optional
             add(entry, reservation.shape.slot_bytes[member], reservation.shape.class_set)
@@ -273,6 +270,9 @@ class Publishing:
         families = dict.fromkeys(item // m for item in items)
         self._end_promises(reservation, (family for family in families if known[family] != NONE))
         self._give_back(reservation, lost)
+        if new:
+            key8s = array("Q", [reservation.key8s[family] for family in new])
+            self._tell_others(reservation, key8s, array("I", [known[family] for family in new]))
         if reservation.live_count:
             for run in {forest.run_of[known[family]] for family in families if known[family] != NONE}:
                 forest.claim(run)
@@ -306,30 +306,40 @@ class Publishing:
             )  # fmt: skip
             self._join(reservation, begin, end)
 
-    def _tell_others(self, reservation: Reservation, entries: Iterable[int]) -> None:
+    def _tell_others(self, reservation: Reservation, key8s: array[int], entries: array[int]) -> None:
         """Who writes these families too learns that they are there: what it publishes next lies behind them."""
+        reservations = self._books.reservations
+        if len(reservations.live) < 2 or not reservations.pending.has_one_of(key8s):
+            return
+        new = dict(zip(key8s, entries, strict=True))
+        for other in reservations.live.values():
+            if other is not reservation and not new.keys().isdisjoint(other.key8s):
+                self._learn(other, new)
+
+    def _learn(self, other: Reservation, new: dict[int, int]) -> None:
+        """These families (key8 -> entry), which this reservation lies behind or also writes, are there now."""
         books = self._books
         forest = books.forest
-        new = {forest.key8_of[entry]: entry for entry in entries}
-        for other in books.reservations.live.values():
-            if (
-                other is reservation
-                or other.namespace != reservation.namespace
-                or new.keys().isdisjoint(other.key8s)
-            ):
+        known = other.entries
+        runs: list[int] = []
+        if other.parent_entry == NONE and other.parent_key8 in new:
+            other.parent_entry = new[other.parent_key8]
+            runs.append(forest.run_of[other.parent_entry])
+        for family, key8 in enumerate(other.key8s):
+            entry = new.get(key8, NONE)
+            if entry == NONE or known[family] != NONE:
                 continue
-            for family, key8 in enumerate(other.key8s):
-                entry = new.get(key8)
-                if entry is None or other.entries[family] != NONE:
-                    continue
-                other.entries[family] = entry
-                self._end_promises(other, (family,))
-                run = forest.run_of[entry]
-                forest.claim(run)
-                other.claimed.append(run)
-                behind = other.entries[family + 1] if family + 1 < other.families_count else NONE
-                if behind != NONE and forest.is_used(behind):
-                    forest.link(entry, behind)
+            if forest.namespace_of[forest.run_of[entry]] != other.namespace:
+                continue  # a client that names the keys of another namespace
+            known[family] = entry
+            self._end_promises(other, (family,))
+            behind = known[family + 1] if family + 1 < other.families_count else NONE
+            if behind != NONE and forest.is_used(behind):
+                forest.link(entry, behind)
+            runs.append(forest.run_of[entry])
+        for run in runs:
+            forest.claim(run)
+        other.claimed.extend(runs)
 
     def _join(self, reservation: Reservation, begin: int, end: int) -> None:
         """Families [begin, end) are new: join them to what lies before and behind them, if that came out of order."""
@@ -350,10 +360,7 @@ class Publishing:
                 if forest.is_used(child) and forest.key8_of[child] == key8:
                     forest.link(entry, child)
             for number in waiting:
-                other = books.reservations.live[number]
-                other.parent_entry = entry
-                other.claimed.append(forest.run_of[entry])
-                forest.claim(forest.run_of[entry])
+                self._learn(books.reservations.live[number], {reservation.key8s[begin + at]: entry})
 
     def _tell_differences(
         self, reservation: Reservation, items: Sequence[int], checksums: array[int], answer: Published
@@ -436,6 +443,8 @@ class Publishing:
         self._books.reservations.end(reservation)
         if reservation.parent_key8:
             self._books.orphans.end_reservation(reservation.parent_key8, reservation.number)
+        for key8 in reservation.awaited:
+            self._books.orphans.end_reservation(key8, reservation.number)
 
 
 def _parents(reservation: Reservation, items: Sequence[int]) -> array[int]:

@@ -82,7 +82,7 @@ class Reservation:
     """One batch that is being written. Columns have a row an item (n·m) or a family (n)."""
 
     __slots__ = (
-        "claimed", "client", "entries", "families_count", "family_members", "key8s", "keys", "live_count",
+        "awaited", "claimed", "client", "entries", "families_count", "family_members", "key8s", "keys", "live_count",
         "mandatory_count", "members_count", "namespace", "number", "parent_entry", "parent_key8", "places", "promised",
         "records", "request", "shape", "split", "states",
     )  # fmt: skip
@@ -117,6 +117,7 @@ class Reservation:
         self.entries = entries
         self.claimed: list[int] = []  # runs
         self.promised = bytearray()  # by family
+        self.awaited: list[int] = []  # first 8 bytes of families of this chain that only others write
 
     def end_promises(self, families: Iterable[int]) -> int:
         """Families that need no entry any more, or have one; returns how many had been promised one."""
@@ -195,6 +196,10 @@ class Pending:
     def has_any(self, key8: int) -> bool:
         """Whether somebody writes any member of the family."""
         return any(key8 in counts for counts in self._by_member.values())
+
+    def has_one_of(self, key8s: array[int]) -> bool:
+        """Whether somebody writes any member of any of these families."""
+        return any(not counts.keys().isdisjoint(key8s) for counts in self._by_member.values())
 
     def counts(self) -> dict[tuple[int, int], int]:
         """(member, key8) -> items (for checks)."""

@@ -251,6 +251,8 @@ class Reserving:
         reservation.live_count = granted
         if reservation.parent_entry == NONE and reservation.parent_key8:
             books.orphans.add_reservation(reservation.parent_key8, reservation.number)
+        if PENDING in statuses:
+            self._await_others(reservation, statuses)
         books.forest.promised_count += want.entries_count
         books.reservations.add(reservation)
         self._count(event, statuses, granted, want.size_bytes, search)
@@ -260,6 +262,14 @@ class Reserving:
         books.effects.append(
             ReservedReply(event.client, event.op, reservation.number, reservation.places, bytes(statuses))
         )
+
+    def _await_others(self, reservation: Reservation, statuses: bytearray) -> None:
+        """What is skipped because another writes it will have a place in this chain once it is there."""
+        m = reservation.members_count
+        for family, key8 in enumerate(reservation.key8s):
+            if reservation.entries[family] == NONE and PENDING in statuses[family * m : family * m + m]:
+                reservation.awaited.append(key8)
+                self._books.orphans.add_reservation(key8, reservation.number)
 
     def _count(
         self, event: Reserve, statuses: bytearray, granted: int, wanted_bytes: int, search: Search | None
