@@ -36,6 +36,15 @@ def clients(
     )
     if any(row["over_lease_limit"] for row in rows):
         out.print(output.styled("! holds more than clients.leased_max allows", "warn"))
+    for row in rows:
+        if row["blocks_reclaim_s"] is not None:
+            out.print(
+                output.styled(
+                    f"{row['name']} (pid {row['pid']}, slot {row['slot']}) has held memory that was to be reused for "
+                    f"{output.duration(row['blocks_reclaim_s'])}",
+                    "warn",
+                )
+            )
     if any(row["state"] != "attached" for row in rows):
         out.print("left, refused: disconnected, but the process lives; what it holds comes back when it ends")
 

@@ -27,6 +27,7 @@ from kvd.errors import CapacityError, ConfigError, KvdError
 from kvd.probe import hugepages, memory
 from kvd.server import adoption, control, domain, keeping, logs, named
 from kvd.server.admin import Admin
+from kvd.server.blockers import Blockers
 from kvd.server.clients import Clients
 from kvd.server.ghosts import Ghosts
 from kvd.server.metrics import MetricsServer, exposition
@@ -165,6 +166,7 @@ class App:
         self.runner = Runner(
             self._loop, self.domain, self.clients, leased_over=config.clients.leased_over, guard=guard
         )
+        self.blockers = Blockers(self.domain, self.clients)
         self.verifier = Verifier(
             self._loop, self.domain, self.clients.by_slot.get, self.runner.withdraw, config.objects,
             self._verifying,
@@ -174,7 +176,7 @@ class App:
         )
         self.report = Report(
             config, self.domain, self.clients, self.runner, self.population.progress, self.supervisor,
-            self.verifier,
+            self.verifier, self.blockers,
         )  # fmt: skip
         self.admin = Admin(
             self.domain, self.runner, self.report, self.verifier, config, self._stop_asked, guard
@@ -256,6 +258,7 @@ class App:
             self.supervisor.beat("tick", TICK_LATE_S, late="failed")
             self._look_at_population()
             self.runner.tick()
+            self.blockers.look()
             self.ghosts.tick()
             line = self.report.line()
             if line != self._status_line:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kvd.config import Config, format_size
 from kvd.errors import InvariantError
 from kvd.probe import process
+from kvd.server.blockers import Blockers
 from kvd.server.clients import Client, Clients
 from kvd.server.domain import Domain
 from kvd.server.metrics import Series
@@ -46,6 +47,7 @@ class Report:
         progress: Progress,
         supervisor: Supervisor,
         verifier: Verifier,
+        blockers: Blockers,
     ) -> None:
         self._config = config
         self._domain = domain
@@ -54,6 +56,7 @@ class Report:
         self._progress = progress
         self._supervisor = supervisor
         self._verifier = verifier
+        self._blockers = blockers
         self._started_s = time.monotonic()
         self._gone_counters = [0] * len(CLIENT_COUNTERS)
         self.control: Control | None = None
@@ -150,6 +153,7 @@ class Report:
             "leases": client.leases,
             "leased_bytes": client.leased_bytes,
             "over_lease_limit": client.over_leased,
+            "blocks_reclaim_s": self._blockers.blocks_s(client),
             "frames": client.frames,
             "answers_waiting": len(client.replies),
             "counters": dict(zip(CLIENT_COUNTERS, client.region.counters(), strict=False)),

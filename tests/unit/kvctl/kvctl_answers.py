@@ -53,5 +53,6 @@ STATUS: dict[str, Any] = {
 CLIENT: dict[str, Any] = {
     "slot": 0, "client_id": 1, "name": "vllm-engine", "pid": 900, "uid": 1000, "state": "attached", "hostile": False,
     "access": "write", "attached_s": 7_300.0, "leases": 5, "leased_bytes": 3 << 20, "over_lease_limit": False,
+    "blocks_reclaim_s": None,
     "frames": 10, "answers_waiting": 0, "counters": {"keys_asked": 200, "keys_hit": 150},
 }  # fmt: skip
