@@ -248,10 +248,13 @@ class Forest:
 
     def cut(self, run: int, count: int) -> int:
         """The last `count` families of the run have left, and the run with its last; returns their bytes."""
+        if self.first_child[run] != NONE:  # held, or they would have left before
+            self._orphan_children(run, self.key8_of[self.members[run][-1]])
+        return self._cut(run, count)
+
+    def _cut(self, run: int, count: int) -> int:
         members = self.members[run]
         run_of = self.run_of
-        if self.first_child[run] != NONE:  # held, or they would have left before
-            self._orphan_children(run, self.key8_of[members[-1]])
         if count == len(members):
             leaving = members
             size_bytes = self.run_bytes[run]
@@ -295,7 +298,7 @@ class Forest:
         order.extend(entry for entry, here in zip(members, stays, strict=True) if not here)
         self.members[run] = order
         if not all(stays):
-            self.cut(run, stays.count(False))
+            self._cut(run, stays.count(False))  # what lies behind the run stays behind it if its tail does
         pieces = [self.split(run, length) for length in lengths[:-1]]
         pieces.append(run)
         for piece in pieces:

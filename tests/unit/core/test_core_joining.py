@@ -74,6 +74,16 @@ def test_nothing_is_waited_for_after_the_reservation_is_over():
     assert not world.core._books.forest.claims
 
 
+def test_what_is_held_behind_a_hole_stays_together():
+    """Fails if what is cut out of a run orphans its children: C, behind B, would be a root, and B leave before it."""
+    world = World()
+    world.write(0, KEYS[:2], request=1)
+    world.write(0, KEYS[2:3], parent=KEYS[1], request=2)
+    world.hold(1, KEYS[1:3])
+    assert world.clear()["families"] == 1
+    assert [depth_of(world, key) for key in KEYS[1:3]] == [0, 1]
+
+
 def test_clear_after_the_clock_went_back():
     """Fails if `Core.step` takes every time it is given: families that are born later than now are not cleared."""
     world = World(config=CoreConfig(), segments=[8 * MIB])
