@@ -87,6 +87,8 @@ class Publishing:
             else:
                 for item, status in zip(items, outcome, strict=True):
                     statuses[item - first] = status
+        elif not reservation.live_count:  # the last ones found no room in the index
+            self._end(reservation)
         books.effects.append(PublishedReply(event.client, event.op, bytes(statuses)))
 
     def _find(self, client: int, number: int) -> Reservation | None:

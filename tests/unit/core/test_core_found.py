@@ -1,6 +1,8 @@
-"""Chains that several clients write at once: whoever comes later, a suffix lies behind its prefix.
+"""What the simulation found in the core, each as small as it could be made.
 
-Found by the simulation: a family that another writer published between a reservation and its publication was
+Chains that several clients write at once: whoever comes later, a suffix lies behind its prefix.
+
+A family that another writer published between a reservation and its publication was
 unknown to the reservation, so that what it wrote behind it became a root and outlived its own prefix.
 """
 
@@ -9,6 +11,7 @@ from core_world import MIB, World, chain, key8
 
 from kvd.core import events as ev
 from kvd.core.core import CoreConfig
+from kvd.types import Member
 
 KEYS = chain("shared", 4)
 
@@ -82,6 +85,19 @@ def test_what_is_held_behind_a_hole_stays_together():
     world.hold(1, KEYS[1:3])
     assert world.clear()["families"] == 1
     assert [depth_of(world, key) for key in KEYS[1:3]] == [0, 1]
+
+
+def test_a_reservation_whose_last_items_find_no_room_is_over():
+    """Fails if `publish` ends a reservation only after a publication: it would claim its prefix for ever."""
+    world = World(families_max=2)
+    world.write(0, KEYS[:1], members=(Member(0, MIB),), family_members=2)
+    rest = world.reserve(1, KEYS[:1], members=(Member(1, MIB),), family_members=2)
+    world.fill(rest.reservation)
+    world.withdraw(KEYS[:1])
+    others = world.reserve(0, chain("others", 2))
+    assert statuses(others) == [ev.ReserveStatus.GRANTED] * 2
+    assert list(world.publish(1, rest.reservation)) == [ev.PublishStatus.NO_INDEX]
+    assert world.core.statistics()["reservations"] == 1
 
 
 def test_clear_after_the_clock_went_back():
