@@ -10,13 +10,16 @@ PIP     := $(BIN)/pip install --quiet --disable-pip-version-check
 NATIVE  := CMakeLists.txt pyproject.toml $(wildcard kvd/shm/native/*) $(wildcard third_party/xxhash/*)
 TORCH   := torch==2.13.0
 
-.PHONY: help demo test test-long check format build sanitize bench soak clean
+.PHONY: test-engines-vllm help demo test test-long check format build sanitize stress-asan fuzz bench soak clean
 
 help:
 	@sed -n 's/^# \?//p' Makefile | head -4
 	@echo "make build     the virtual environment and the native extension"
 	@echo "make test-long the long forms of stress and kill tests (SECONDS=60)"
 	@echo "make sanitize  native tests under ThreadSanitizer and AddressSanitizer"
+	@echo "make stress-asan  real processes stopped, killed and scribbled at with the extension under AddressSanitizer"
+	@echo "make fuzz      fuzz frames, rings, the index as clients read it, configurations (SECONDS=60)"
+	@echo "make soak      everything at once, one line of figures (MINUTES=5)"
 	@echo "make bench     kvctl bench local against a daemon of its own"
 	@echo "make clean     remove what the targets made"
 
@@ -76,8 +79,32 @@ check: $(VENV)/stamp-test
 format: $(VENV)/stamp-test
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
 
+MINUTES ?= 5
+soak: $(VENV)/stamp-test
+	$(BIN)/python tests/soak/run.py --minutes $(MINUTES)
+
 bench: $(VENV)/stamp-test
 	$(BIN)/python -m kvd.kvctl.main bench local
+
+# -- real engines: each in an environment of its own, for what they require excludes each other ----------------
+
+VLLM     := build/venv-vllm
+VLLM_PIP := $(VLLM)/bin/pip install --quiet --disable-pip-version-check
+
+$(VLLM)/stamp-vllm: tests/engines/vllm-requirements.txt
+	@echo "making $(VLLM): 2.5 GB"
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM_PIP) --no-deps -r tests/engines/vllm-requirements.txt
+	@$(VLLM_PIP) 'scikit-build-core>=1.0,<2' 'nanobind>=3.0,<4' 'cmake>=3.22' 'msgpack>=1.1,<2' \
+	  'posix-ipc>=1.2,<2' 'structlog>=24,<27' 'pytest>=8.3,<10' 'pytest-timeout>=2.3,<3' 'pytest-asyncio>=1,<2'
+	@touch $@
+
+$(VLLM)/stamp-kvd: $(VLLM)/stamp-vllm $(NATIVE)
+	@$(VLLM_PIP) --no-deps --no-build-isolation -C build-dir=$(VLLM)/native --editable .
+	@touch $@
+
+test-engines-vllm: $(VLLM)/stamp-kvd
+	$(VLLM)/bin/python -m pytest tests/engines -k vllm
 
 # -- native code on its own -------------------------------------------------------------------------------
 

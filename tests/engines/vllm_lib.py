@@ -26,8 +26,14 @@ def make_model(into: Path, kind: str, seed: int = 0, **changes: Any) -> Path:
     "llama": full attention. "sliding": every layer slides. "hybrid": sliding and full layers in turn (Gemma 3).
     """
     import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, MistralConfig
-    from transformers import MistralForCausalLM
+    from transformers import (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
+    )
 
     name = "-".join([kind, str(seed), *(f"{k}={v}" for k, v in sorted(changes.items()))])
     path = into / name
