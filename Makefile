@@ -10,7 +10,7 @@ PIP     := $(BIN)/pip install --quiet --disable-pip-version-check
 NATIVE  := CMakeLists.txt pyproject.toml $(wildcard kvd/shm/native/*) $(wildcard third_party/xxhash/*)
 TORCH   := torch==2.13.0
 
-.PHONY: test-engines-vllm help demo test test-long check format build sanitize stress-asan fuzz bench soak clean
+.PHONY: test-engines-vllm help demo test test-long check format build sanitize stress-asan fuzz sim bench soak clean
 
 help:
 	@sed -n 's/^# \?//p' Makefile | head -4
@@ -19,6 +19,7 @@ help:
 	@echo "make sanitize  native tests under ThreadSanitizer and AddressSanitizer"
 	@echo "make stress-asan  real processes stopped, killed and scribbled at with the extension under AddressSanitizer"
 	@echo "make fuzz      fuzz frames, rings, the index as clients read it, configurations (SECONDS=60)"
+	@echo "make sim       the core, simulated clients and a faulty host under one seed (SECONDS=120)"
 	@echo "make soak      everything at once, one line of figures (MINUTES=5)"
 	@echo "make bench     kvctl bench local against a daemon of its own"
 	@echo "make clean     remove what the targets made"
@@ -78,6 +79,10 @@ check: $(VENV)/stamp-test
 
 format: $(VENV)/stamp-test
 	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+sim: SECONDS ?= 120
+sim: $(VENV)/stamp-test
+	$(BIN)/python -m tests.sim --seconds $(SECONDS)
 
 MINUTES ?= 5
 soak: $(VENV)/stamp-test
