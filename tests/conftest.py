@@ -40,7 +40,15 @@ def pytest_collection_modifyitems(config, items):
 class Daemon:
     """A daemon process: `socket`, `pid`, `config` (path of its file), `log`; `stop()`, `kill()`, `call(method)`."""
 
-    def __init__(self, directory: Path, options: dict, env: dict, wait: bool, program: list[str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        options: dict,
+        env: dict,
+        wait: bool,
+        program: list[str],
+        pass_fds: tuple[int, ...] = (),
+    ) -> None:
         self.directory = directory
         self.socket = str(directory / "kvd.sock")
         self.config = directory / "kvd.toml"
@@ -65,7 +73,7 @@ class Daemon:
             self.process = subprocess.Popen(
                 [sys.executable, *program, str(self.config)],
                 env={**clean, "NOTIFY_SOCKET": str(directory / "notify"), **env},
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=pass_fds,
             )  # fmt: skip
         self.pid = self.process.pid
         self.notifications = []
@@ -145,14 +153,14 @@ def daemon():
     """
     with contextlib.ExitStack() as stack:
 
-        def start(*, env=None, wait=True, directory=None, program=SERVE, **options) -> Daemon:
+        def start(*, env=None, wait=True, directory=None, program=SERVE, pass_fds=(), **options) -> Daemon:
             if directory is None:
                 # Short, because the kernel allows 107 bytes for a socket's path.
                 directory = Path(tempfile.mkdtemp(prefix="kvd-"))
                 stack.callback(shutil.rmtree, directory, ignore_errors=True)
             with contextlib.suppress(FileNotFoundError):
                 (directory / "notify").unlink()
-            one = Daemon(directory, options, env or {}, wait, program)
+            one = Daemon(directory, options, env or {}, wait, program, pass_fds)
             stack.callback(one.finish)
             return one
 

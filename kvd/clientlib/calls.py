@@ -81,6 +81,7 @@ class Calls:
         self._abandoned: set[int] = set()  # reservations nobody waits for any more
         self._collector: threading.Thread | None = None
         self.lost: KvdError | None = None
+        self.on_lost: Callable[[], None] | None = None
 
     # -- from threads -------------------------------------------------------------------------------------
 
@@ -297,6 +298,8 @@ class Calls:
         """The daemon is gone: everybody who waits is told, later calls raise at once."""
         if self.lost is None:
             self.lost = error
+            if self.on_lost is not None:
+                self.on_lost()
         for waiter in list(self._waiting.values()):
             if waiter.answer is None:
                 waiter.resolve(error)

@@ -51,6 +51,7 @@ class Session:
             self.slot = attached.slot
             self.segment_bytes = attached.segments
             self.calls = Calls(self.native, self._wake)
+            self.calls.on_lost = self.native.lose
         except BaseException:
             for fd in segments:
                 os.close(fd)
@@ -58,7 +59,7 @@ class Session:
         finally:
             for fd in (meta, region, wake):
                 os.close(fd)
-        self._mapper = background.start(functools.partial(self._prefault, segments), "kvd-prefault")
+        self.mapper = background.start(functools.partial(self._prefault, segments), "kvd-prefault")
 
     def _prefault(self, segment_fds: list[int]) -> None:
         """Map the pool ahead of its use: a page that is touched first in the middle of a copy costs it dearly.
@@ -137,12 +138,11 @@ class Session:
     def lose(self, error: KvdError) -> None:
         """The daemon is gone: whoever waits is told, nothing is found any more, what is held stays."""
         self.calls.fail(error)
-        self.native.lose()
 
     def retire(self) -> None:
         """Another session serves: let go of all but the memory of what is still held."""
         self.native.retire()
-        self._mapper.join()
+        self.mapper.join()
         self.calls.close()
         self._control.close()
         self._wake.close()
@@ -155,7 +155,7 @@ class Session:
     def close(self) -> None:
         """Detach in order, if the daemon is there and nothing is held."""
         leased = self.native.close()
-        self._mapper.join()
+        self.mapper.join()
         if self.calls.lost is None and not leased:
             # A daemon that is away or slow learns of the end from the kernel.
             with contextlib.suppress(KvdError):

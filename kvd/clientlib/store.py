@@ -126,16 +126,13 @@ class Store:
 
         Raises UnavailableError(retry=reattach), UsageError(closed, forked).
         """
-        session = self._session
-        lost = session.calls.lost
-        if lost is None and not session.native.lost:
-            return session
-        if self.renew():
-            return self._session
         if os.getpid() != self._pid:
             raise UsageError(
                 "this store was connected before a fork: connect again in the child", code="forked"
             )
+        session = self._session
+        if (session.calls.lost is None and not session.native.lost) or self.renew():
+            return self._session
         lost = self._session.lost
         if lost is not None:
             raise lost

@@ -61,8 +61,18 @@ class Core:
     def __init__(
         self, config: CoreConfig, families_max: int, records_max: int, segment_bytes: list[int]
     ) -> None:
-        self.config = config
-        self._books = books = Books(config, families_max, records_max, segment_bytes)
+        self._compose(Books(config, families_max, records_max, segment_bytes))
+
+    @classmethod
+    def over(cls, books: Books) -> Core:
+        """A core that goes on with these books, which no operation is in the middle of (`kvd.core.trace`)."""
+        core = cls.__new__(cls)
+        core._compose(books)
+        return core
+
+    def _compose(self, books: Books) -> None:
+        self.config = config = books.config
+        self._books = books
         space = Space(
             books.forest, books.slots, books.records, books.reservations, config.evict_batch_families,
             config.partial_grace_ns,
@@ -117,13 +127,15 @@ class Core:
                 self._run(flow, None)
         else:
             self._calls[kind](event)
+        # First of all effects: who is told that something was done finds it done, even after a restart.
         flags = books.forest.pins.flag_changes
         if flags:
-            effects.extend(DoFlags(entries, int(pinned)) for entries, pinned in flags)
+            effects[:0] = [DoFlags(entries, int(pinned)) for entries, pinned in flags]
             flags.clear()
         linked = books.forest.linked
         if linked:
-            effects.append(DoParents(array("I", [e for e, _ in linked]), array("I", [p for _, p in linked])))
+            entries, parents = (array("I", column) for column in zip(*linked, strict=True))
+            effects.insert(0, DoParents(entries, parents))
             linked.clear()
         return effects
 

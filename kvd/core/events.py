@@ -322,7 +322,9 @@ class DoPublish(NamedTuple):
     entries: array[int]  # u32: free ones it may use, from the first on
     namespace: int
     parents: array[int]  # u32 an item: entry that its family lies behind, NONE, PREVIOUS
-    answer_op: int = NO_OP  # not NO_OP: what the table says is the writer's answer, tell it before `Published`
+    answer_op: int = (
+        NO_OP  # not NO_OP: what the table says is the writer's answer, tell it before `Published`
+    )
 
 
 class DoEvict(NamedTuple):

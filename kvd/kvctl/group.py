@@ -36,6 +36,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "verify": ("kvd.kvctl.verify", "verify"),
     "stop": ("kvd.kvctl.changes", "stop"),
     "doctor": ("kvd.kvctl.doctor", "doctor"),
+    "purge": ("kvd.kvctl.purge", "purge"),
     "config": ("kvd.kvctl.configuration", "app"),
     "plan": ("kvd.kvctl.plan", "app"),
     "bench": ("kvd.kvctl.bench.command", "app"),

@@ -331,8 +331,7 @@ def _adopt(
         old.attach_ghost(table, by_id[ghost.client_id], ghost.slot, ghost.fd)
     return old.adopt(
         table, segments_kept=segments_kept, slot_bytes=slot_bytes, slab_frames=slab_frames, ghosts=slots,
-        frame_bytes=limits.frame_bytes, namespaces_count=len(kept.known.namespaces),
-        splits_count=len(kept.known.splits), runs_from=RUNS_FROM,
+        frame_bytes=limits.frame_bytes, namespaces_count=len(kept.known.namespaces), runs_from=RUNS_FROM,
     )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 Owns one memory file of records that are only ever appended: `u32 payload_bytes, u32 crc32, payload (msgpack)`. The
 first is the header. A daemon that died while it appended leaves a last record that does not check out and is
-ignored; no number of it was told to anybody. The form of the header never changes, so that any version can say what it found.
+ignored; no number of it was told to anybody. The form of the header never changes, so that any version can
+say what it found.
 
 Event-loop thread only. Never handed to clients.
 """

@@ -175,7 +175,6 @@ class Adoption:  # the META that an earlier daemon left
         ghosts: Buffer,
         frame_bytes: int,
         namespaces_count: int,
-        splits_count: int,
         runs_from: int = 0,  # what run_of and run_parents count from
     ) -> dict[str, Any]: ...
 

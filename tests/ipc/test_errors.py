@@ -396,7 +396,7 @@ def test_attaching_takes_no_memory_that_the_daemon_left_alone(daemon: Any) -> No
 
     with kvd.connect(running.socket) as store:
         published(store)
-        store._mapper.join()
+        store.present_session.mapper.join()
         assert 0 < backed_bytes() < 8 << 20
 
 

@@ -198,7 +198,7 @@ class Adopter {
     const Cold& cold = old_.cold(number);
     const u32 space = cold.namespace_number.load(memory_order_relaxed);
     const u32 mandatory = entry.members_count.load(memory_order_relaxed);
-    if (space > plan_.namespaces_count || entry.split.load(memory_order_relaxed) > plan_.splits_count || mandatory == 0 ||
+    if (space > plan_.namespaces_count || mandatory == 0 ||
         mandatory > members_max) {
       return damaged;
     }

@@ -33,7 +33,7 @@ struct AdoptionPlan {
   std::vector<u32> slab_frames;                  // frames of the slabs that hold such slots
   std::vector<u32> ghosts;                       // by old client slot: its slot now, none32: its process is gone
   u64 frame_bytes;
-  u32 namespaces_count, splits_count;            // numbers above these mean nothing
+  u32 namespaces_count;                          // numbers above this mean nothing
 };
 
 struct AdoptedRun {

@@ -88,7 +88,7 @@ nb::list shapes(const Adopted& out) {
 }
 
 nb::dict adopt(Table& table, const Adoption& old, nb::handle kept_in, nb::handle slot_bytes_in, nb::handle slab_frames_in,
-               nb::handle ghosts_in, u64 frame_bytes, u32 namespaces_count, u32 splits_count, u32 runs_from) {
+               nb::handle ghosts_in, u64 frame_bytes, u32 namespaces_count, u32 runs_from) {
   AdoptionPlan plan;
   for (const u8 kept : values<u8>(kept_in, "segments_kept")) plan.segments_kept.push_back(kept != 0);
   plan.sizes = old.sizes();
@@ -97,7 +97,6 @@ nb::dict adopt(Table& table, const Adoption& old, nb::handle kept_in, nb::handle
   plan.ghosts = values<u32>(ghosts_in, "ghosts");
   plan.frame_bytes = frame_bytes;
   plan.namespaces_count = namespaces_count;
-  plan.splits_count = splits_count;
   Adopted out = table.adopt(old, plan);
   for (u32& run : out.run_of) run += run != none32 ? runs_from : 0;
   for (AdoptedRun& run : out.runs) run.parent += run.parent != none32 ? runs_from : 0;
@@ -155,10 +154,9 @@ void bind_adoption(nb::module_& module) {
            "table"_a, "old_slot"_a, "slot"_a, "fd"_a)
       .def("adopt",
            [](const Adoption& old, Table& table, nb::handle kept, nb::handle slot_bytes, nb::handle slab_frames,
-              nb::handle ghosts, u64 frame_bytes, u32 namespaces_count, u32 splits_count, u32 runs_from) {
-             return adopt(table, old, kept, slot_bytes, slab_frames, ghosts, frame_bytes, namespaces_count, splits_count,
-                          runs_from);
+              nb::handle ghosts, u64 frame_bytes, u32 namespaces_count, u32 runs_from) {
+             return adopt(table, old, kept, slot_bytes, slab_frames, ghosts, frame_bytes, namespaces_count, runs_from);
            },
            "table"_a, nb::kw_only(), "segments_kept"_a, "slot_bytes"_a, "slab_frames"_a, "ghosts"_a, "frame_bytes"_a,
-           "namespaces_count"_a, "splits_count"_a, "runs_from"_a = 0);
+           "namespaces_count"_a, "runs_from"_a = 0);
 }

@@ -89,7 +89,7 @@ u32 Client::close() {
 }
 
 bool Client::header_gone() const noexcept {
-  return !mutant::revoked && region_ != nullptr && header_->revoked.load(memory_order_acquire) != 0;
+  return !mutant::revoked && !forked() && region_ != nullptr && header_->revoked.load(memory_order_acquire) != 0;
 }
 
 void Client::retire() {

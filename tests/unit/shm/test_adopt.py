@@ -83,7 +83,6 @@ class Next:
         self.adopted = old.adopt(
             self.table, segments_kept=kept, slot_bytes=u64(*(placed(size)[0] for size in sizes)),
             slab_frames=u32(*(placed(size)[1] for size in sizes)), ghosts=now, frame_bytes=FRAME, namespaces_count=9,
-            splits_count=9,
         )  # fmt: skip
         self.table.set_state(1)
         return self.adopted
@@ -340,7 +339,6 @@ DAMAGE: dict[str, Callable[[Next], None]] = {
     "place that is no slot": lambda one: one.record(1, "place", OBJECT_BYTES + 64, 8),
     "size of no bytes": lambda one: one.record(1, "size_bytes", 0, 8),
     "size beyond everything": lambda one: one.record(1, "size_bytes", (1 << 64) - 64, 8),
-    "split that nobody registered": lambda one: one.entry(1, "split", 10, 2),
     "namespace that nobody registered": lambda one: one.put(
         one.at("cold", 1, "Cold", "namespace_number"), 10, 4
     ),
@@ -467,7 +465,7 @@ def test_a_table_with_less_room_is_refused(big: World, after: Any) -> None:
     with pytest.raises(ValueError, match="room for every number"):
         old.adopt(
             small, segments_kept=b"\1", slot_bytes=b"", slab_frames=b"", ghosts=u32(*[NONE] * 4), frame_bytes=FRAME,
-            namespaces_count=0, splits_count=0,
+            namespaces_count=0,
         )  # fmt: skip
 
 
