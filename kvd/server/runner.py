@@ -39,6 +39,7 @@ _RESERVED, _PUBLISHED, _ABORTED, _PONG, _ERROR = (int(kind) for kind in Cq)
 _TOUCH: Final = struct.Struct("<QQIIIIQIIQ8x")
 _NO_PARENT: Final = messages.NO_PARENT
 _PUSHED_ASLEEP: Final = 3
+_HOSTILE: Final = -1
 _log = logs.get("runner")
 
 
@@ -251,7 +252,7 @@ class Runner:
 
     def _push(self, client: Client, kind: int, op: int, payload: bytes) -> None:
         if not client.replies:
-            pushed = client.region.push(kind, op, payload)
+            pushed = self._pushed(client, kind, op, payload)
             if pushed == _PUSHED_ASLEEP:
                 self._clients.wake(client)
             if pushed:
@@ -260,10 +261,22 @@ class Runner:
         self.replies_deferred += 1
         self._retry_later(client)
 
+    def _pushed(self, client: Client, kind: int, op: int, payload: bytes) -> int:
+        """Push an answer: 0 if there is no room. A client that lies about what it has read is disconnected."""
+        try:
+            return client.region.push(kind, op, payload)
+        except ValueError as error:
+            if len(payload) > client.region.payload_bytes_max:
+                raise  # ours
+            self._clients.disconnect(client, ProtocolError(f"hostile ring: {error}", code="ring"))
+            return _HOSTILE
+
     def _flush(self, client: Client) -> bool:
-        """Push answers that waited for room. False while some still wait."""
+        """Push answers that waited for room. False while some still wait, or the client is no longer served."""
         while client.replies:
-            pushed = client.region.push(*client.replies[0])
+            pushed = self._pushed(client, *client.replies[0])
+            if pushed == _HOSTILE:
+                return False
             if not pushed:
                 self._retry_later(client)
                 return False

@@ -200,6 +200,8 @@ def pack_reserved(reservation: int, places: array[int], statuses: bytes) -> byte
 
 def parse_reserved(payload: bytes) -> tuple[int, array[int], bytes]:
     """(reservation, places, statuses) of RESERVED."""
+    if len(payload) < _RESERVED.size:
+        raise _malformed("RESERVED", "shorter than its head", len(payload))
     reservation, count, _ = _RESERVED.unpack_from(payload)
     if len(payload) != _RESERVED.size + 9 * count:
         raise _malformed("RESERVED", "length does not match its count", len(payload))
@@ -214,6 +216,8 @@ def pack_published(statuses: bytes) -> bytes:
 
 def parse_published(payload: bytes) -> bytes:
     """Statuses of PUBLISHED, one byte (`Published`) an item."""
+    if len(payload) < _COUNT.size:
+        raise _malformed("PUBLISHED", "shorter than its head", len(payload))
     count, _ = _COUNT.unpack_from(payload)
     if len(payload) != _COUNT.size + count:
         raise _malformed("PUBLISHED", "length does not match its count", len(payload))
@@ -231,8 +235,14 @@ def pack_error(error: KvdError) -> bytes:
 
 
 def parse_error(payload: bytes) -> KvdError:
-    """The error that an ERROR payload carries."""
-    return errors.from_dict(msgpack.unpackb(payload))
+    """The error that an ERROR payload carries. Raises ProtocolError(ring) if it carries none."""
+    try:
+        found = msgpack.unpackb(payload)
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise _malformed("ERROR", str(error) or type(error).__name__, len(payload)) from None
+    if not isinstance(found, dict):
+        raise _malformed("ERROR", f"it is a {type(found).__name__}", len(payload))
+    return errors.from_dict(found)
 
 
 def _malformed(kind: str, what: str, size: int) -> ProtocolError:
