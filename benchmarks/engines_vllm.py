@@ -1,0 +1,257 @@
+"""kvd under the real vLLM, against vLLM without it: `make bench-engines-vllm`, or with --quick in two minutes.
+
+    python benchmarks/engines_vllm.py [--rounds 6] [--quick] [--json build/bench-engines-vllm.json]
+
+Starts a daemon and three engines, each a process: without kvd, with kvd that looks but does not store, with kvd. They
+take turns, one prompt each, and a ratio is taken turn by turn, so that other work on the machine hits both sides of it.
+Model: the checkpoint of examples/make_checkpoint.py, prompts of 2,000 tokens, float32, block size 32.
+
+    vllm_ttft_cold_over_kvd       time to the first token, computed ÷ loaded from kvd (own prefix cache dropped)
+    vllm_ttft_kvd_over_local_hit  the same, loaded from kvd ÷ hit in the engine's own prefix cache
+    vllm_miss_overhead            throughput on prompts that never repeat, kvd looking ÷ no kvd
+    store_overlap                 throughput while all of that is stored ÷ no kvd
+    scheduler_hook_p50_us         match, leases, metadata of a step that loads 128 blocks; p99 beside a control loop's
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "engines"))
+
+PROMPT_TOKENS = 2000
+LONG_TOKENS = 128 * 32 + 1
+TARGETS = {
+    "vllm_ttft_cold_over_kvd": (">=", 6.0), "vllm_ttft_kvd_over_local_hit": ("<=", 2.0),
+    "vllm_miss_overhead": (">=", 0.98), "store_overlap": (">=", 0.95), "scheduler_hook_p50_us": ("<=", 100.0),
+}  # fmt: skip
+
+
+# -- an engine, in a process of its own -----------------------------------------------------------------------
+
+
+def serve(given: dict[str, Any]) -> None:
+    """Read requests from stdin, one JSON a line, answer on stdout."""
+    import vllm_lib as lib
+
+    engine = lib.Engine(
+        given["model"], given["socket"], extra=given["extra"], max_model_len=LONG_TOKENS + 64,
+        max_num_batched_tokens=LONG_TOKENS + 64,
+    )  # fmt: skip
+    if given["socket"]:
+        assert engine.ready()
+    print("READY", flush=True)
+    for line in sys.stdin:
+        ask = json.loads(line)
+        if ask["do"] == "reset":
+            answer: dict[str, Any] = {"done": engine.reset()}
+        elif ask["do"] == "counters":
+            answer = engine.counters()
+        elif ask["do"] == "hooks":
+            answer = hooks(engine, ask["rounds"])
+        else:
+            prompt = lib.prompt_of(ask["tokens"], ask["seed"])
+            began = time.perf_counter()
+            run = engine.run(prompt, ask["output"])
+            answer = {"took_s": time.perf_counter() - began, "cached": run["cached"], "tokens": run["tokens"]}
+        print("ANSWER " + json.dumps(answer), flush=True)
+
+
+def hooks(engine: Any, rounds: int) -> dict[str, Any]:
+    """How long the hooks of a step that loads 128 blocks take, beside a loop that does nothing of the kind."""
+    import vllm_lib as lib
+
+    prompt = lib.prompt_of(LONG_TOKENS, 777)
+    engine.run(prompt, 1)
+    engine.counters()
+    connector = engine.connectors[0]
+    taken, control = [], []
+    for _ in range(rounds):
+        engine.reset()
+        connector.hook_ns.clear()
+        engine.run(prompt, 1)
+        taken.append(max(connector.hook_ns))  # the step with the load; later ones have nothing to do
+        began = time.perf_counter_ns()
+        total = 0
+        for n in range(1000):
+            total += n
+        control.append(time.perf_counter_ns() - began)
+    return {"hook_us": [t / 1e3 for t in taken], "control_us": [t / 1e3 for t in control]}
+
+
+class Remote:
+    """An engine process."""
+
+    def __init__(self, model: Path, socket: str | None, extra: dict[str, Any], log: Path) -> None:
+        given = json.dumps({"model": str(model), "socket": socket, "extra": extra})
+        self._log = log.open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", given], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._log, text=True,
+        )  # fmt: skip
+        self._until("READY")
+
+    def _until(self, word: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(word):
+                return line[len(word) :]
+        raise SystemExit(f"an engine ended, exit code {self.process.wait()}: {self._log.name}")
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """One request, one answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self.process.stdin.flush()
+        answer = json.loads(self._until("ANSWER "))
+        assert isinstance(answer, dict)
+        return answer
+
+    def run(self, seed: int, output: int) -> dict[str, Any]:
+        """One prompt."""
+        return self.ask("run", tokens=PROMPT_TOKENS, seed=seed, output=output)
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.wait()
+        self._log.close()
+
+
+# -- measurements -------------------------------------------------------------------------------------------
+
+
+def first_tokens(kvd: Remote, rounds: int) -> dict[str, Any]:
+    """Cold, hit in the engine, loaded from kvd; three times a round, each with the same prompt."""
+    cold, local, loaded = [], [], []
+    for n in range(rounds):
+        seed = 100 + n
+        one = kvd.run(seed, 1)
+        assert one["cached"] == 0, one
+        two = kvd.run(seed, 1)
+        kvd.ask("counters")
+        kvd.ask("reset")
+        three = kvd.run(seed, 1)
+        assert two["cached"] == three["cached"] > PROMPT_TOKENS - 64, (two, three)
+        assert one["tokens"] == two["tokens"] == three["tokens"]
+        cold.append(one["took_s"])
+        local.append(two["took_s"])
+        loaded.append(three["took_s"])
+    return {
+        "cold_s": cold, "local_s": local, "kvd_s": loaded,
+        "vllm_ttft_cold_over_kvd": median_ratio(cold, loaded),
+        "vllm_ttft_kvd_over_local_hit": median_ratio(loaded, local),
+    }  # fmt: skip
+
+
+def throughput(plain: Remote, looking: Remote, storing: Remote, rounds: int) -> dict[str, Any]:
+    """Prompts that never repeat, in turn on each engine."""
+    took: dict[str, list[float]] = {"plain": [], "looking": [], "storing": []}
+    engines = [("plain", plain), ("looking", looking), ("storing", storing)]
+    for n in range(rounds):
+        for name, engine in engines[n % 3 :] + engines[: n % 3]:
+            took[name].append(engine.run(1000 + n, 16)["took_s"])
+    return {
+        **{f"{name}_s": times for name, times in took.items()},
+        "vllm_miss_overhead": median_ratio(took["plain"], took["looking"]),
+        "store_overlap": median_ratio(took["plain"], took["storing"]),
+    }
+
+
+def median_ratio(above: list[float], below: list[float]) -> float:
+    """Median of the ratios of each turn."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+def quantile(values: list[float], share: float) -> float:
+    """Nearest-rank quantile."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def main() -> int:
+    """Run all, print a table; exit code 1 if a target is missed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="three rounds")
+    parser.add_argument("--model", type=Path, default=ROOT / "build" / "models" / "smollm2-135m")
+    parser.add_argument("--json", type=Path, default=ROOT / "build" / "bench-engines-vllm.json")
+    given = parser.parse_args()
+    if given.serve:
+        serve(json.loads(given.serve))
+        return 0
+    if not (given.model / "config.json").exists():
+        print(f"no checkpoint at {given.model}: make demo makes it")
+        return 2
+    rounds = 3 if given.quick else given.rounds
+    with tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder:
+        result = measure(Path(folder), given.model, rounds)
+    given.json.parent.mkdir(parents=True, exist_ok=True)
+    given.json.write_text(json.dumps(result, indent=1))
+    missed = 0
+    for key, (sign, target) in TARGETS.items():
+        good = result[key] >= target if sign == ">=" else result[key] <= target
+        missed += not good
+        print(f"{key:32} {result[key]:9.3f}   {sign} {target:<6} {'' if good else 'MISSED'}")
+    print(f"{'scheduler_hook_p99_us':32} {result['scheduler_hook_p99_us']:9.1f}   control loop's "
+          f"p50 {result['control_p50_us']:.1f}, p99 {result['control_p99_us']:.1f}")  # fmt: skip
+    return 1 if missed else 0
+
+
+def measure(folder: Path, model: Path, rounds: int) -> dict[str, Any]:
+    """Everything, in one run."""
+    socket = str(folder / "kvd.sock")
+    (folder / "kvd.toml").write_text(
+        f'[server]\nsocket = "{socket}"\nruntime_dir = "{folder}"\n[pool]\nsize = "3GiB"\n'
+    )
+    engines: list[Remote] = []
+    with (folder / "daemon.log").open("wb") as log:
+        daemon = subprocess.Popen(
+            [sys.executable, "-m", "kvd.server.main", "serve", "--config", str(folder / "kvd.toml")],
+            stdout=log, stderr=log,
+        )  # fmt: skip
+    try:
+        while not Path(socket).exists() and daemon.poll() is None:
+            time.sleep(0.05)
+        for name, sock, extra in (
+            ("plain", None, {}),
+            ("looking", socket, {"store": False}),
+            ("storing", socket, {}),
+        ):
+            engines.append(Remote(model, sock, extra, ROOT / "build" / f"bench-engines-vllm-{name}.log"))
+        plain, looking, storing = engines
+        for engine in engines:  # warm
+            engine.run(1, 16)
+            engine.run(2, 16)
+        result = first_tokens(storing, rounds)
+        result |= throughput(plain, looking, storing, rounds)
+        taken = storing.ask("hooks", rounds=10 * rounds)
+        result |= {
+            "scheduler_hook_p50_us": quantile(taken["hook_us"], 0.5),
+            "scheduler_hook_p99_us": quantile(taken["hook_us"], 0.99),
+            "control_p50_us": quantile(taken["control_us"], 0.5),
+            "control_p99_us": quantile(taken["control_us"], 0.99),
+            "counters": storing.ask("counters"),
+        }
+        return result
+    finally:
+        for engine in engines:
+            engine.close()
+        daemon.terminate()
+        daemon.wait(30)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
