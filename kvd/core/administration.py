@@ -111,6 +111,9 @@ class Administration:
         reservation.claimed = list({forest.run_of[entry] for entry in entries})
         for run in reservation.claimed:
             forest.claim(run)
+        for family, entry in enumerate(reservation.entries):
+            if entry == NONE and not reservation.is_family_live(family):
+                books.orphans.await_family(reservation, family)
         if reservation.parent_entry == NONE and reservation.parent_key8:
             books.orphans.add_reservation(reservation.parent_key8, reservation.number)
 

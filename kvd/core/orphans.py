@@ -10,6 +10,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvd.core.reservations import Reservation
 
 parents_max = 4096
 children_max = 16  # of one parent
@@ -35,6 +39,12 @@ class Orphans:
     def add_reservation(self, parent_key8: int, number: int) -> None:
         """This reservation writes behind a family that is not there."""
         self._reservations.setdefault(parent_key8, {})[number] = None
+
+    def await_family(self, reservation: Reservation, family: int) -> None:
+        """This family of its chain is not there, and only others can still write it."""
+        key8 = reservation.key8s[family]
+        reservation.awaited.append(key8)
+        self.add_reservation(key8, reservation.number)
 
     def end_reservation(self, parent_key8: int, number: int) -> None:
         """The reservation is over, or has its parent."""

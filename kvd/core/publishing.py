@@ -431,10 +431,12 @@ class Publishing:
         books.slots.give(places, reserved=True)
         books.reservations.not_live(reservation, items)
         m = reservation.members_count
-        families = dict.fromkeys(item // m for item in items)
-        self._end_promises(
-            reservation, (family for family in families if not reservation.is_family_live(family))
-        )
+        over = [f for f in dict.fromkeys(item // m for item in items) if not reservation.is_family_live(f)]
+        self._end_promises(reservation, over)
+        if reservation.live_count:
+            for family in over:
+                if reservation.entries[family] == NONE:
+                    books.orphans.await_family(reservation, family)
 
     def _end_promises(self, reservation: Reservation, families: Iterable[int]) -> None:
         self._books.forest.promised_count -= reservation.end_promises(families)

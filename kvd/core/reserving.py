@@ -266,10 +266,9 @@ class Reserving:
     def _await_others(self, reservation: Reservation, statuses: bytearray) -> None:
         """What is skipped because another writes it will have a place in this chain once it is there."""
         m = reservation.members_count
-        for family, key8 in enumerate(reservation.key8s):
-            if reservation.entries[family] == NONE and PENDING in statuses[family * m : family * m + m]:
-                reservation.awaited.append(key8)
-                self._books.orphans.add_reservation(key8, reservation.number)
+        for family, entry in enumerate(reservation.entries):
+            if entry == NONE and PENDING in statuses[family * m : family * m + m]:
+                self._books.orphans.await_family(reservation, family)
 
     def _count(
         self, event: Reserve, statuses: bytearray, granted: int, wanted_bytes: int, search: Search | None

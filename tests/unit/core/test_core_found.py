@@ -66,6 +66,23 @@ def test_prefix_that_was_skipped_because_another_writes_it(prefix_first):
     assert [depth_of(world, key) for key in KEYS] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("how", ["aborted", "withdrawn"])
+def test_prefix_that_only_another_can_still_write(how):
+    """Fails without `Orphans.await_family` in `_give_back` and in `_claim_again`."""
+    world = World()
+    mine = world.reserve(0, KEYS)
+    world.fill(mine.reservation)
+    if how == "aborted":
+        world.abort(0, mine.reservation, 0, 1)
+    else:
+        world.publish(0, mine.reservation, 0, 1)
+        world.withdraw(KEYS[:1])
+    world.write(1, KEYS[:1])
+    world.publish(0, mine.reservation, 1, 3)
+    assert [depth_of(world, key) for key in KEYS] == [0, 1, 2, 3]
+    assert not world.core._books.orphans._reservations
+
+
 def test_nothing_is_waited_for_after_the_reservation_is_over():
     world = World()
     theirs = world.reserve(1, KEYS[:2])
