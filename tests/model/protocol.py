@@ -56,6 +56,10 @@ class Omission(StrEnum):
     HIGH_WATER_EARLY = "the daemon reads the high-water mark before its fence"
     WRITER_GONE_EARLY = "a writer's memory is reused when its socket closes, not when it is dead"
     RING_NOT_DRAINED = "what a dead writer has published is given to another without draining its ring"
+    REVOKED_CHECK = "a reader of an earlier daemon takes leases without asking whether it is revoked"
+    RESTART_FENCE = "the next daemon has no fence between revoking and its scan"
+    GHOST_NOT_SCANNED = "the next daemon does not look at the hazards of earlier clients"
+    EVICTING_IS_FREE = "the next daemon takes what it finds EVICTING for free"
     DROPPED_ALIVE = "a client's hazards are dropped when its socket closes, not when it is dead"
 
 

@@ -7,21 +7,25 @@ the daemon does with an entry that it finds held.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from .program import Await, Fence, If, IfGone, Let, Line, Load, Scenario, Store, Thread
 from .protocol import (
     EMPTY,
     EVICTING,
     NEW,
+    NOBODY,
     OLD,
     OTHER,
     READY,
+    WRITING,
     Limbo,
     Omission,
     bits_of,
     evict,
     goto,
     grow,
+    let_go,
     look_up,
     matcher,
     payload_of,
@@ -297,6 +301,78 @@ def dying_writer(om: Omission, limbo: Limbo) -> Scenario:
     return Scenario("dying writer", words, threads, final, show)
 
 
+def elsewhere(lines: Sequence[Line]) -> list[Line]:
+    """The same program on the words of another META."""
+    own = {"bucket", "sg", "key", "bits", "rec[1]"}
+    return [
+        replace(line, word=f"new {line.word}")
+        if isinstance(line, Load | Store | Await) and line.word in own
+        else line
+        for line in lines
+    ]
+
+
+def ghost(om: Omission) -> list[Line]:
+    """A reader of the old META: as any other, and after its fence it asks whether it is revoked."""
+    fence: list[Line] = [] if om is Omission.READER_FENCE else [Fence("seq_cst")]
+    revoked: list[Line] = [Load("r", "revoked_a", "acquire"), If(lambda r: r == 1, "back off")]
+    return [
+        *look_up(OLD, om),
+        Store("high_a", 1),
+        Store("haz_a", lambda s: s >> 2),
+        *fence,
+        Load("s2", "sg", "acquire"),
+        If(lambda s, s2: s != s2, "back off"),
+        *([] if om is Omission.REVOKED_CHECK else revoked),
+        Let("held", 1),
+        bits_of(OLD, om),
+        payload_of(OLD, 1),
+        *let_go("haz_a", om),
+    ]
+
+
+def restart(om: Omission, limbo: Limbo, *, client_dies: bool = False) -> Scenario:
+    """The daemon may die at any step of evicting and reusing. The next one takes over the memory: it revokes the old
+    client, builds an index of its own from the old one, evicts what it adopted and gives the memory to another key.
+    """
+    mortal = "a" if client_dies else None
+    old = [*evict(["a"], limbo, Omission.NONE, mortal), *reuse(Omission.NONE), Store("closed", 1, "release")]
+    fences = Omission.DAEMON_FENCE if om is Omission.RESTART_FENCE else Omission.NONE
+    scanned = [] if om is Omission.GHOST_NOT_SCANNED else ["a"]
+    free = (EMPTY, WRITING, EVICTING) if om is Omission.EVICTING_IS_FREE else (EMPTY, WRITING)
+    take: list[Line] = []
+    for gen in (1, 2):
+        take += [f"adopt {gen}", Store("new sg", sg(gen, READY), "release")]
+        take += [*elsewhere(evict(scanned, limbo, fences, mortal, gen)), goto("reuse")]
+    following: list[Line] = [
+        Await("closed", lambda v: v == 1, "daemon", "gone"),
+        "gone",
+        Store("revoked_a", 1, "release"),
+        *([] if om is Omission.RESTART_FENCE else [Fence("seq_cst")]),
+        Load("o", "sg", "acquire"),
+        If(lambda o: o & 3 in free, "free"),
+        If(lambda o: o >> 2 == 2, "adopt 2"),
+        *take,
+        "free",
+        NOBODY,
+        "reuse",
+        *elsewhere(reuse(Omission.NONE, gen=3, key=OTHER)),
+    ]
+    words = {**ENTRY, **hazards("a"), "revoked_a": 0, "closed": 0}
+    words |= {f"new {word}": 0 for word in ("bucket", "sg", "key", "bits", "rec[1]")}
+    a = Thread("a", ghost(om), mortal=client_dies)
+    threads = [a, Thread("daemon", old, mortal=True), Thread("next", following)]
+
+    def final(words: Mapping[str, int]) -> str | None:
+        if words["haz_a"] and not client_dies:
+            return "a hazard is left set at the end"
+        if words["new sg"] != sg(3, READY) or words["pay[1]"] != tag(OTHER, 1):
+            return f"the entry leaked: it ends as {show('sg', words['new sg'])}"
+        return None
+
+    return Scenario("restart", words, threads, final, show)
+
+
 Build = Callable[[Omission, Limbo], Scenario]
 SCENARIOS: dict[str, Build] = {
     "two readers of the old key": lambda om, limbo: two_readers(om, limbo, by_writer=False),
@@ -319,4 +395,6 @@ SCENARIOS: dict[str, Build] = {
     "two rounds": two_rounds,
     "match of a key of two words": torn_key,
     "growing family": growing,
+    "restart": restart,
+    "restart, the old client may die": lambda om, limbo: restart(om, limbo, client_dies=True),
 }

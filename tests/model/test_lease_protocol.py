@@ -33,6 +33,8 @@ WRITER_DEATH = "dying writer"
 ROUNDS = "two rounds"
 TWO_WORDS = "match of a key of two words"
 GROWTH = "growing family"
+RESTART = "restart"
+RESTART_DEATH = "restart, the old client may die"
 
 FOUND = [
     (Omission.READER_FENCE, READERS, ALL, "freed while nobody holds"),
@@ -75,6 +77,12 @@ FOUND = [
     (Omission.DROPPED_ALIVE, LEASE_DEATH, ALL, "can never finish"),
     (Omission.READER_FENCE, LEASE_DEATH, ALL, "freed while nobody holds"),
     (Omission.WRITER_GONE_EARLY, WRITER_DEATH, ALL, "complete payload of key 2"),
+    (Omission.REVOKED_CHECK, RESTART, ALL, "freed while nobody holds"),
+    (Omission.REVOKED_CHECK, RESTART_DEATH, ALL, "freed while nobody holds"),
+    (Omission.RESTART_FENCE, RESTART, ALL, "freed while nobody holds"),
+    (Omission.GHOST_NOT_SCANNED, RESTART, ALL, "freed while nobody holds"),
+    (Omission.EVICTING_IS_FREE, RESTART, ALL, "freed while nobody holds"),
+    (Omission.READER_FENCE, RESTART, ALL, "freed while nobody holds"),
     (Omission.RING_NOT_DRAINED, WRITER_DEATH, ALL, "published and then given away"),
 ]
 
