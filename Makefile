@@ -10,7 +10,7 @@ PIP     := $(BIN)/pip install --quiet --disable-pip-version-check
 NATIVE  := CMakeLists.txt pyproject.toml $(wildcard kvd/shm/native/*) $(wildcard third_party/xxhash/*)
 TORCH   := torch==2.13.0
 
-.PHONY: test-engines-vllm help demo test test-long check format build sanitize stress-asan fuzz sim bench soak clean
+.PHONY: test-engines-vllm bench-engines-vllm help demo test test-long check format build sanitize stress-asan fuzz sim bench soak clean
 
 help:
 	@sed -n 's/^# \?//p' Makefile | head -4
@@ -111,6 +111,15 @@ $(VLLM)/stamp-kvd: $(VLLM)/stamp-vllm $(NATIVE)
 test-engines-vllm: $(VLLM)/stamp-kvd
 	$(VLLM)/bin/python -m pytest tests/engines -k vllm
 
+SECONDS ?= 60
+fuzz: $(VENV)/stamp-test
+	@command -v clang++-14 >/dev/null || { apt-get update -qq && apt-get install -y -qq clang-14 libclang-rt-14-dev; } || true
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) --no-build-isolation --editable '.[fuzz]'
+	$(BIN)/python tests/fuzz/campaign.py --seconds $(SECONDS)
+
+bench-engines-vllm: $(VLLM)/stamp-kvd
+	$(VLLM)/bin/python benchmarks/engines_vllm.py
+
 # -- native code on its own -------------------------------------------------------------------------------
 
 sanitize: $(VENV)/stamp-venv
@@ -121,6 +130,9 @@ sanitize: $(VENV)/stamp-venv
 	  $(BIN)/cmake --build build/sanitize-$$kind && \
 	  (cd build/sanitize-$$kind && $(abspath $(BIN))/ctest --output-on-failure) || exit 1; \
 	done
+
+stress-asan: $(VENV)/stamp-test
+	$(BIN)/python tests/asan.py --minutes 1
 
 clean:
 	rm -rf build dist $(VENV)
