@@ -98,8 +98,8 @@ class Lru:
         if not runs_count:
             return
         # first is the warmest, the last one the coldest: columns, since there may be a million of them.
-        self.warmer[first:end] = array("I", [PROBATION, *range(first, end - 1)])
-        self.colder[first:end] = array("I", [*range(first + 1, end), PROBATION])
+        self.warmer[first:end] = array("I", [PROBATION]) + array("I", range(first, end - 1))
+        self.colder[first:end] = array("I", range(first + 1, end)) + array("I", [PROBATION])
         self.list_of[first:end] = array("B", bytes([PROBATION])) * runs_count
         self.warmer[PROBATION], self.colder[PROBATION] = end - 1, first
         self.list_bytes[PROBATION] = size_bytes

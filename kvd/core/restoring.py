@@ -11,6 +11,7 @@ Invariant: afterwards every family that the index shows is known here, so that n
 from __future__ import annotations
 
 from array import array
+from itertools import accumulate, pairwise
 
 from kvd.core.books import Books
 from kvd.core.columns import grow, u32, u64
@@ -106,19 +107,19 @@ def _members(books: Books, members: array[int], sizes: array[int]) -> None:
     forest = books.forest
     end = RUNS_FROM + len(sizes)
     empty = forest.members[0]
+    ends = [0, *accumulate(sizes)]
     rows = [empty] * RUNS_FROM
-    begin = 0
-    for size in sizes:
-        rows.append(members[begin : begin + size])
-        begin += size
+    rows.extend([members[begin:stop] for begin, stop in pairwise(ends)])
     rows.extend([empty] * (len(forest.parent) - end))
     forest.members = rows
-    if begin != len(members):
-        raise InvariantError(f"runs of {begin} families, {len(members)} are named", code="restore")
+    if ends[-1] != len(members):
+        raise InvariantError(f"runs of {ends[-1]} families, {len(members)} are named", code="restore")
     totals = forest.namespaces
-    for namespace, size, size_bytes in zip(
-        forest.namespace_of[RUNS_FROM:end], sizes, forest.run_bytes[RUNS_FROM:end], strict=True
-    ):
+    namespaces, run_bytes = forest.namespace_of[RUNS_FROM:end], forest.run_bytes[RUNS_FROM:end]
+    if len(sizes) and namespaces.count(namespaces[0]) == len(sizes):
+        totals[namespaces[0]] = [len(members), sum(run_bytes)]
+        return
+    for namespace, size, size_bytes in zip(namespaces, sizes, run_bytes, strict=True):
         total = totals.get(namespace)
         if total is None:
             total = totals[namespace] = [0, 0]

@@ -252,6 +252,7 @@ class Adopter {
   void copy_families() {
     slot_entry_.assign(slots_.slots_count(), none32);
     for (u32 i = 0; i < families_; ++i) {
+      if (i + ahead < families_ && verdicts_[i + ahead] == whole) fetch_buckets(i + ahead);
       const u64 sg = old_.entry(i).sg.load(memory_order_relaxed);
       Entry& to = table_.index_.entry(i);
       for (u64 s = first_slot_[i]; s < first_slot_[i + 1]; ++s) {
@@ -267,6 +268,16 @@ class Adopter {
       out_.not_kept += verdicts_[i] == not_kept;
       to.sg.store(sg_of(sg_generation(sg), entry_empty), memory_order_relaxed);
     }
+  }
+
+  // Buckets lie all over the place: those of the families to come are on their way while one is copied.
+  static constexpr u32 ahead = 24;
+  void fetch_buckets(u32 number) const {
+    const Entry& entry = old_.entry(number);
+    const Key key{{entry.identity[0].load(memory_order_relaxed), entry.identity[1].load(memory_order_relaxed), 0, 0}};
+    const Spot spot = table_.index_.locate(key);
+    __builtin_prefetch(&table_.index_.bucket(spot.first), 1);
+    __builtin_prefetch(&table_.index_.bucket(spot.second), 1);
   }
 
   void copy_family(u32 number) {
