@@ -1,8 +1,8 @@
 """Is it worth loading? The live break-even of an engine, from what it measured itself (C8), and a stop after failures.
 
-Pure arithmetic over `kvd.plan.breakeven`; rates are running means. Not thread-safe: kept by whoever decides. Before
-both rates are known every load is worth trying; when loads are refused, one in `PROBE_EVERY` is let through, so that a rate
-measured at a bad moment is measured again.
+Pure arithmetic over `kvd.plan.breakeven`; rates are running means. Not thread-safe: kept by whoever decides. Until both
+rates are known every load is worth trying; of the loads that are refused one in `PROBE_EVERY` is let through, so that a
+rate measured at a bad moment is measured again.
 """
 
 from __future__ import annotations
