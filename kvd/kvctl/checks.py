@@ -16,6 +16,7 @@ from kvd.config import Config, Sizes, format_size
 from kvd.errors import KvdError, UnavailableError
 from kvd.probe.hugepages import HugePageFacts
 from kvd.probe.kernel import KernelFacts
+from kvd.probe.leftovers import Leftover
 from kvd.probe.memory import MemoryFacts
 from kvd.probe.numa import Node
 from kvd.probe.process import ProcessLimits
@@ -80,6 +81,7 @@ class Facts:
     nodes: tuple[Node, ...]
     kernel: KernelFacts
     native_error: str
+    leftovers: tuple[Leftover, ...] = ()
 
 
 def _ok(name: str, found: str) -> Check:
@@ -99,6 +101,7 @@ def all_checks(facts: Facts) -> list[Check]:
     return [
         _socket(facts),
         *_daemon(facts),
+        *_restart(facts),
         _config(facts),
         _library(facts),
         _memory(facts),
@@ -110,6 +113,36 @@ def all_checks(facts: Facts) -> list[Check]:
         _overcommit(facts),
         *_kernel(facts.kernel),
     ]
+
+
+def _restart(facts: Facts) -> list[Check]:
+    """What a daemon that is gone left, and whom the present one waits for. Nothing to say of neither."""
+    found: list[Check] = []
+    if facts.leftovers:
+        what = "; ".join(f"{item.path}: {item.what}" for item in facts.leftovers)
+        found.append(_warn("left behind", what, "start the daemon to use it again, or kvctl purge"))
+    section = facts.daemon.status.get("restart", {}) if facts.daemon is not None else {}
+    if section.get("dropped_reason"):
+        found.append(
+            _warn(
+                "restart",
+                f"kept memory was dropped: {section['dropped_reason']}",
+                "the pool begins empty; nothing to do",
+            )
+        )
+    if section.get("waiting_for"):
+        who = ", ".join(
+            f"pid {row['pid']} ({row['leases']} leases, {row['leased_bytes']} B, {row['being_written']} slots)"
+            for row in section["waiting_for"]
+        )
+        found.append(
+            _warn(
+                "restart",
+                f"clients of the daemon before hold memory: {who}",
+                "they let go with their next calls, or end",
+            )
+        )
+    return found
 
 
 def _pool_bytes(facts: Facts) -> int | None:

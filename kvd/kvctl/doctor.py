@@ -23,7 +23,7 @@ from kvd.kvctl.checks import Answered, Check, Facts, Level
 from kvd.kvctl.configuration import default_path
 from kvd.kvctl.exits import ExitCode
 from kvd.kvctl.session import JsonOption, SocketOption, TimeoutOption, print_json
-from kvd.probe import hugepages, kernel, memory, numa, process, unixsocket
+from kvd.probe import hugepages, kernel, leftovers, memory, numa, process, unixsocket
 
 _STYLES = {Level.OK: "ok", Level.WARN: "warn", Level.FAIL: "bad"}
 
@@ -89,6 +89,7 @@ def gather(socket: str | None, config_file: Path | None, deadline_s: float) -> F
         nodes=numa.nodes(),
         kernel=kernel.facts(),
         native_error=native_error,
+        leftovers=tuple(leftovers.find(config.server.runtime_dir, socket_path)),
     )
 
 

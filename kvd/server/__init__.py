@@ -11,6 +11,8 @@
     supervise.py   tasks, health
     metrics.py     the Prometheus endpoint
     notify.py      the service manager: readiness, watchdog, passed sockets
+    keeping.py     who keeps descriptors over a restart (keeper.py: the process; names.py: what META does not say)
+    adoption.py    starting over kept memory; ghosts.py: clients of the daemon before
     logs.py        structured logs and the audit log
 
 Everything but population and the watchdog runs in one thread, on one event loop.

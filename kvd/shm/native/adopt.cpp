@@ -144,7 +144,7 @@ class Adopter {
   void check_fit() const {
     const MetaShape &now = table_.index_.shape(), &was = old_.shape();
     if (now.families_max < was.families_max || now.records_max < was.records_max ||
-        now.segments_count < plan_.segments_kept.size() || plan_.segments_kept.size() != was.segments_count ||
+        plan_.segments_kept.size() != was.segments_count ||
         plan_.ghosts.size() != was.clients_max) {
       fail<std::invalid_argument>("adopt: the new META must have room for every number of the old one");
     }
@@ -152,6 +152,7 @@ class Adopter {
       fail<std::invalid_argument>("adopt: columns of sizes differ in length");
     }
     for (u32 i = 0; i < was.segments_count; ++i) {
+      if (plan_.segments_kept[i] && i >= now.segments_count) fail<std::invalid_argument>("adopt: segment ", i, " is not there");
       if (plan_.segments_kept[i] && old_.segment(i).size_bytes != table_.index_.segment(i).size_bytes) {
         fail<std::invalid_argument>("adopt: segment ", i, " has another size now");
       }
