@@ -38,6 +38,7 @@ COMMANDS: Final[dict[str, tuple[str, str]]] = {
     "doctor": ("kvd.kvctl.doctor", "doctor"),
     "purge": ("kvd.kvctl.purge", "purge"),
     "config": ("kvd.kvctl.configuration", "app"),
+    "trace": ("kvd.kvctl.trace", "app"),
     "plan": ("kvd.kvctl.plan", "app"),
     "bench": ("kvd.kvctl.bench.command", "app"),
     "version": ("kvd.kvctl.version", "version"),

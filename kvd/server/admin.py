@@ -27,6 +27,7 @@ from kvd.server.peer import Peer
 from kvd.server.report import Report
 from kvd.server.runner import Runner
 from kvd.server.supervise import Guard
+from kvd.server.trace import Tracer
 from kvd.server.verifier import Verifier
 from kvd.shm.layout import EntryState
 
@@ -68,6 +69,7 @@ class Admin:
         self._config = config
         self._stop = stop
         self._guard = guard
+        self._tracer = Tracer(domain)
         self._methods: dict[str, Method] = {
             "status": Method(self._status, False, {}),
             "health": Method(self._health, False, {}),
@@ -83,6 +85,9 @@ class Admin:
             "verify_status": Method(self._verify_status, False, {}),
             "verify_stop": Method(self._verify_stop, True, {}),
             "damaged": Method(self._damaged, False, {"key": str, "member": int}, ("key", "member")),
+            "trace_start": Method(self._trace_start, True, {"path": str, "limit_bytes": int}, ("path",)),
+            "trace_status": Method(self._trace_status, False, {}),
+            "trace_stop": Method(self._trace_stop, True, {}),
             "stop": Method(self._stop_daemon, True, {}),
             "config": Method(self._describe, False, {}),
             "doctor": Method(self._doctor, False, {}),
@@ -180,9 +185,7 @@ class Admin:
                 for member in entry["members"]
             ]
             split = Split.from_code(entry["split"])
-            row["split"] = self._domain.splits_by_number.get(split.code) or {
-                "tp": split.tp, "pp": split.pp, "cp": split.cp
-            }  # fmt: skip
+            row["split"] = {"tp": split.tp, "pp": split.pp, "cp": split.cp}
             row["holders"] = self._domain.table.holders(outcome)
             done(row)
 
@@ -223,6 +226,15 @@ class Admin:
     def _clear(self, params: Mapping[str, Any], done: Done) -> None:
         namespace = self._namespace("clear", params)
         self._runner.administrate(lambda op: ev.Clear(op, namespace), lambda reply: done(_outcome(reply)))
+
+    def _trace_start(self, params: Mapping[str, Any], done: Done) -> None:
+        done(self._tracer.start(params["path"], params.get("limit_bytes")))
+
+    def _trace_status(self, _params: Mapping[str, Any], done: Done) -> None:
+        done(self._tracer.status())
+
+    def _trace_stop(self, _params: Mapping[str, Any], done: Done) -> None:
+        done(self._tracer.stop())
 
     def _stop_daemon(self, _params: Mapping[str, Any], done: Done) -> None:
         done({"stopping": True, "stop_timeout_s": self._config.server.stop_timeout_s})
