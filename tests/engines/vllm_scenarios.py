@@ -91,11 +91,9 @@ def one_run(given: dict[str, Any]) -> dict[str, Any]:
     engine = engine_of(given, in_process=given.get("in_process", True))
     request = {"cache_salt": given["cache_salt"]} if "cache_salt" in given else {}
     result = {"run": engine.run(prompt_of(given.get("tokens", 2000)), TOKENS, **request)}
-    if given.get("in_process", True):
+    if given.get("in_process", True) and given.get("socket"):
         result["counters"] = engine.counters()
-        result["short"] = (
-            engine.connectors[0].scheduler.identity.manifest.short if given.get("socket") else ""
-        )
+        result["short"] = engine.connectors[0].scheduler.identity.manifest.short
     engine.close()
     return result
 
@@ -124,10 +122,10 @@ def failing_loads(given: dict[str, Any]) -> dict[str, Any]:
         nonlocal failures
         if rng.random() < 0.5:
             failures += 1
-            for group in load.block_ids:  # whatever was there is garbage now
+            for group in load.block_ids:  # garbage, but no NaN: vLLM's CPU kernel multiplies masked rows by 0
                 for tensors in worker._tensors:
                     for tensor in tensors:
-                        tensor[[block for block in group if block]] = float("nan")
+                        tensor[[block for block in group if block]] = 7.0
             raise RuntimeError("as the test wants it")
         return int(copy_in(load, generation))
 
@@ -256,10 +254,10 @@ def preemption(given: dict[str, Any]) -> dict[str, Any]:
     prompts = [prompt_of(500 + 37 * n, n + 1) for n in range(8)]
     reference = [engine.run(prompt, 24, cache_salt="reference") for prompt in prompts]
     core = engine.llm.llm_engine
-    sampling = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False)
     rng = random.Random(given["random_seed"])
     preempted = aborted = 0
-    for round_ in range(3):
+    for round_ in range(2):
         engine.reset()
         for n, prompt in enumerate(prompts):
             core.add_request(
@@ -267,7 +265,7 @@ def preemption(given: dict[str, Any]) -> dict[str, Any]:
             )
         scheduler = core.engine_core.engine_core.scheduler
         live = [f"chaos-{round_}-{n}" for n in range(len(prompts))]
-        for _ in range(400):
+        for _ in range(200):
             if not core.has_unfinished_requests():
                 break
             core.step()
