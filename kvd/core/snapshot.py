@@ -13,7 +13,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from enum import Enum, IntEnum
 from typing import Any, Final
 
@@ -112,7 +112,7 @@ class _Writer:
         if kind is dict or kind is OrderedDict:
             flat = [self.put(part) for item in one.items() for part in item]
             return ["d" if kind is dict else "o", *flat]
-        if is_dataclass(one) and one.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        if getattr(kind, "__dataclass_params__", None) is not None and kind.__dataclass_params__.frozen:
             return ["v", self._name(one), *(self.put(getattr(one, field.name)) for field in fields(one))]
         return self._object(one)
 
@@ -168,7 +168,8 @@ class _Reader:
         return made
 
     def _list(self, number: int, raw: list[Any]) -> Any:
-        self._made[number] = made = []
+        made: list[Any] = []
+        self._made[number] = made
         made.extend(self.get(part) for part in raw[1:])
         return made
 
@@ -184,7 +185,7 @@ class _Reader:
         return made
 
     def _object(self, number: int, raw: list[Any]) -> Any:
-        kind = CLASSES[raw[1]]
+        kind: Any = CLASSES[raw[1]]
         self._made[number] = made = kind.__new__(kind)
         for at in range(2, len(raw), 2):
             object.__setattr__(made, raw[at], self.get(raw[at + 1]))

@@ -129,12 +129,13 @@ class TracedCore(Core):
 
     def __init__(self, core: Core, sink: Sink, domain: str, now_ns: int, begin: Sink | None = None) -> None:
         """The first two values go to `begin` (default: the sink), all others to `sink`; one that returns False wants no
-        more of them. Raises UnavailableError(busy) while an operation (a clear) is in the middle of its way.
+        more of them. Raises UnavailableError(busy) while an operation is in the middle of its way.
         """
         if core._waiting is not None or core._later:
             raise UnavailableError(
-                "a clear is going on, and a trace cannot begin in the middle of it; try again", code="busy",
-                retry=Retry.AFTER,
+                "a clear, or the end of a large client, is going on, and a trace cannot begin in the middle of it;"
+                " try again",
+                code="busy", retry=Retry.AFTER,
             )  # fmt: skip
         self.__dict__ = core.__dict__
         self._recorder = _Recorder(sink)

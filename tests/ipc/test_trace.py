@@ -57,7 +57,7 @@ def test_recorded_under_load_and_replayed_without_a_daemon(daemon: Any, tmp_path
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     until_recording(running.socket)
-    write(running.socket, range(2, 20))
+    write(running.socket, range(3, 20))
     recorder.send_signal(signal.SIGINT)  # ends the recording, not the file
     recorder.communicate(timeout=30)
     status = running.call("trace_status")

@@ -67,7 +67,7 @@ class Daemon:
     def take_over(self, dead: Daemon, living: list[Attachment]) -> None:
         """Start over the memory of another, whose clients that live are ghosts of this one from now on."""
         for slot, ghost in enumerate(living, self.clients_max):
-            ghost.revoked = True
+            ghost.revoked, ghost.gone = True, False
             self.sim.count("ghosts")
             ghost.slot = slot
             self.by_slot[slot] = ghost
@@ -120,7 +120,7 @@ class Daemon:
     def detach(self, attachment: Attachment) -> None:
         """The client leaves in order: what it still holds keeps its slot until its process is gone."""
         self.drain(attachment)
-        if attachment.hazards:
+        if attachment.hazards or self.core.live_items(attachment.slot):
             self.disconnect(attachment)
         else:
             self.forget(attachment)
@@ -144,8 +144,6 @@ class Daemon:
         attachment.served = False
         attachment.gone = True
         self.turn(ev.ClientGone(attachment.slot))
-        attachment.hazards.clear()
-        del self.by_slot[attachment.slot]
 
     # -- asks ----------------------------------------------------------------------------------------------------
 
@@ -232,6 +230,10 @@ class Daemon:
                     self._set_parent(self.meta.entries[number], parent)
             case ev.DoAgain():
                 self.later.append(effect.token)
+            case ev.Gone():
+                self.by_slot.pop(effect.client).hazards.clear()
+            case ev.Gone():
+                self.by_slot.pop(effect.client).hazards.clear()
             case ev.Note():
                 pass
             case ev.AdminReply():

@@ -15,7 +15,9 @@ from functools import cache
 from itertools import accumulate
 from random import Random
 from typing import Final
+from unittest.mock import patch
 
+from kvd.core import administration, publishing
 from kvd.core import events as ev
 from kvd.core.core import CoreConfig
 from kvd.types import Member
@@ -81,6 +83,7 @@ class Shape:
         self.death_in_turn = rng.choice((0.0003, 0.0003, 0.005))  # of the daemon, between two effects
         self.warm_restarts = rng.choice((0.0, 0.7, 1.0, 1.0))
         self.ring_frames = rng.choice((1, 2, 8))
+        self.turn_items = rng.choice((1, 3, 4096))  # of long operations
         self.weights: dict[str, float] = {}
         for kind, weight in WEIGHTS.items():
             absent = kind not in ALWAYS and rng.random() < 0.35
@@ -142,6 +145,14 @@ class Simulation:
 
     def run(self, events_max: int, upto: int | None = None) -> None:
         """Draw so many events, then end in order. Raises Violation or InvariantError. `upto`: stop there instead."""
+        shape = self.shape
+        with (
+            patch.object(publishing, "gone_items_per_turn", shape.turn_items),
+            patch.object(administration, "clear_families_per_turn", shape.turn_items),
+        ):
+            self._run(events_max, upto)
+
+    def _run(self, events_max: int, upto: int | None) -> None:
         kinds = list(self.shape.weights)
         totals = list(accumulate(self.shape.weights.values()))
         choices, handlers, counts, rng = self.rng.choices, self._handlers, self.counts, self.rng
@@ -310,7 +321,8 @@ class Simulation:
         process.tasks.clear()
         process.attachment = None
         self.processes.remove(process)
-        self.unnoticed.extend(one for one in self.daemon.by_slot.values() if one.process is process)
+        mine = (one for one in self.daemon.by_slot.values() if one.process is process and not one.gone)
+        self.unnoticed.extend(mine)
 
     def _notice(self) -> bool:
         """A pidfd fires."""
@@ -468,7 +480,14 @@ class Simulation:
         for ghost in list(self.daemon.by_slot.values()):
             process = ghost.process
             anew = process.attachment is not None and process.attachment.served
-            if ghost.revoked and anew and process.alive and not process.stopped and not process.uses(ghost):
+            if (
+                ghost.revoked
+                and not ghost.gone
+                and anew
+                and process.alive
+                and not process.stopped
+                and not process.uses(ghost)
+            ):
                 self.count("ghosts that left")
                 self.daemon.forget(ghost)
                 return True
@@ -491,18 +510,21 @@ class Simulation:
         for attachment in daemon.by_slot.values():
             if attachment.served and attachment.process.alive and (attachment.unanswered or attachment.owed):
                 raise Violation(f"{attachment} waits for {attachment.unanswered} for ever")
-        while daemon.later:
-            daemon.turn(ev.Again(daemon.later.popleft()))
+        self._finish_later()
         for process in list(self.processes):
             self._kill(process)
         while self.unnoticed:
             daemon.exited(self.unnoticed.pop())
+        self._finish_later()
         self._unpin()
         daemon.administrate("clear", ev.Clear, None)
-        while daemon.later:
-            daemon.turn(ev.Again(daemon.later.popleft()))
+        self._finish_later()
         daemon.turn(ev.Tick())
         self._check_empty()
+
+    def _finish_later(self) -> None:
+        while self.daemon.later:
+            self.daemon.turn(ev.Again(self.daemon.later.popleft()))
 
     def _check_empty(self) -> None:
         daemon = self.daemon

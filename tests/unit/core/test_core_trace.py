@@ -174,7 +174,7 @@ def test_a_trace_begins_and_ends_between_operations():
     world.hazards = {client: set() for client in world.hazards}
     world.do(ev.Clear(99, None))
     assert world.later
-    with pytest.raises(UnavailableError, match="a clear is going on"):
+    with pytest.raises(UnavailableError, match="a clear, or the end of a large client, is going on"):
         TracedCore(world.core, lambda _: True, "default", 0)
     world.again()
     TracedCore(world.core, lambda _: True, "default", 0)

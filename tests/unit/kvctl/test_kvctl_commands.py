@@ -386,7 +386,7 @@ def test_every_command_has_help_json_and_fits_80_columns(kvctl: Any) -> None:
         assert f"\n    {code.value} " in top
     for command in commands:
         text = kvctl(command, "--help")
-        assert command in ("bench", "config", "plan") or "--json" in text
+        assert command in ("bench", "config", "plan", "trace") or "--json" in text
         assert max(map(len, text.splitlines())) <= 80
     assert "local" in kvctl("bench", "--help")
 
