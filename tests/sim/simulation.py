@@ -34,9 +34,9 @@ SECOND_NS: Final = 10**9
 
 # Kind of event -> how often, relative to the others. Those in ALWAYS are in every schedule.
 WEIGHTS: Final[dict[str, float]] = {
-    "step": 220, "serve": 40, "read": 16, "write": 9, "arrive": 2, "notice": 3, "again": 4, "tick": 1.5, "clock": 1,
+    "step": 220, "serve": 40, "read": 16, "write": 9, "arrive": 5, "notice": 3, "again": 4, "tick": 1.5, "clock": 1,
     "die": 0.7, "stop": 0.8, "continue": 1.5, "disconnect": 0.3, "detach": 0.5, "stray": 1, "populate": 1, "pin": 0.5,
-    "unpin": 0.3, "withdraw": 0.4, "clear": 0.15, "buckets": 0.3, "crash": 0.1, "left": 1.5,
+    "unpin": 0.3, "withdraw": 0.4, "clear": 0.15, "buckets": 0.3, "crash": 0.1, "left": 12,
 }  # fmt: skip
 ALWAYS: Final = frozenset({"step", "serve", "read", "write", "arrive", "notice", "again"})
 
