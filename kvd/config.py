@@ -239,6 +239,19 @@ class RestartConfig(_Section):
     """who keeps the memory over a restart; auto: the service manager if it says that it stores enough, else nobody"""
 
 
+class EventsConfig(_Section):
+    """What routers are told of what is stored (docs/engines.md, "KV events")."""
+
+    listen: Annotated[str, Field(max_length=255, pattern=r"^$|^(tcp|ipc)://.+$")] = ""
+    """ZMQ address to publish KV events at, such as tcp://127.0.0.1:5557 or ipc:///run/kvd/events; empty: off"""
+    replay_listen: Annotated[str, Field(max_length=255, pattern=r"^$|^(tcp|ipc)://.+$")] = ""
+    """ZMQ address at which subscribers ask for what they missed; empty: none"""
+    topic: Annotated[str, Field(max_length=255)] = "kvd"
+    """topic of all events"""
+    queue_max: Annotated[int, Field(ge=16, le=1 << 20)] = 16384
+    """operations that may wait to be published; when more come, subscribers get everything anew"""
+
+
 class Origin(BaseModel):
     """Where each key was set: "default", a file, or an environment variable."""
 
@@ -257,6 +270,7 @@ class Config(BaseModel):
     access: AccessConfig = AccessConfig()
     objects: ObjectsConfig = ObjectsConfig()
     restart: RestartConfig = RestartConfig()
+    events: EventsConfig = EventsConfig()
     origin: Annotated[Origin, Field(exclude=True, repr=False)] = Origin()
 
     @classmethod

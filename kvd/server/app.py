@@ -29,6 +29,7 @@ from kvd.server import adoption, control, domain, keeping, logs, named
 from kvd.server.admin import Admin
 from kvd.server.blockers import Blockers
 from kvd.server.clients import Clients
+from kvd.server.events import Events, loopback
 from kvd.server.ghosts import Ghosts
 from kvd.server.metrics import MetricsServer, exposition
 from kvd.server.notify import Notifier, Watchdog, listening_socket
@@ -191,6 +192,10 @@ class App:
             config.clients.max,
             guard,
         )
+        self.events = (
+            Events(self._loop, self.domain, config.events, self.supervisor) if config.events.listen else None
+        )
+        self.report.events = self.events
         self.report.control = self.control
         self.report.restart = lambda: {**started.outcome.as_dict(), "waiting_for": self.ghosts.rows()}
         self.control.ghosts = self.ghosts
@@ -208,6 +213,10 @@ class App:
             if not self.metrics.loopback:
                 _log.warning("metrics_not_on_loopback", address=self.config.server.metrics_listen)
             self.supervisor.start("metrics", self.metrics.run, restart=True)
+        if self.events is not None:
+            self.events.start()
+            if not (loopback(self.events.address) and loopback(self.events.replay_address)):
+                _log.warning("events_not_on_loopback", address=self.events.address)
         self.supervisor.set_health("population", "starting")
         self.population.start()
         self.supervisor.start("population", self._populate, restart=False, ends=True)
@@ -300,6 +309,8 @@ class App:
             self.domain.table.set_state(MetaState.CLOSED)
             self.runner.flush_all()
             self.control.close()
+            if self.events is not None:
+                self.events.close()
         self.watchdog.stop()
         self.notifier.send(STATUS="stopped", EXIT_STATUS=str(self._exit_code))
         _log.info("stopped", reason=self._stop_reason, exit_code=self._exit_code)

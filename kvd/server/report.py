@@ -27,6 +27,7 @@ from kvd.version import VERSION
 
 if TYPE_CHECKING:
     from kvd.server.control import Control
+    from kvd.server.events import Events
 
 CLIENT_COUNTERS: Final = (
     "lookups", "keys_asked", "keys_hit", "leases", "leases_released", "bytes_viewed", "fetches", "adopts",
@@ -60,6 +61,7 @@ class Report:
         self._started_s = time.monotonic()
         self._gone_counters = [0] * len(CLIENT_COUNTERS)
         self.control: Control | None = None
+        self.events: Events | None = None
         self.restart: Callable[[], dict[str, object]] = dict  # what was kept, and who is waited for
         self.page_kinds: dict[int, pool.PageKind] = {}
         clients.on_gone = self._keep_counters
@@ -222,6 +224,7 @@ class Report:
             "lease_limit_refusals": self._runner.lease_refusals,
             "task_restarts": self._supervisor.restarts,
             **self._verifier.counters,
+            **(self.events.counters if self.events is not None else {}),
         }
 
     # --- metrics
