@@ -247,6 +247,7 @@ class Replay:
 
     def _take_state(self, packed: bytes, digest: str) -> None:
         self.core = Core.over(snapshot.unpack(packed))
+        self.checks += 1
         self._compare("state at the start", digest, snapshot.digest(snapshot.pack(self.core._books)))
 
     def _take_event(self, number: int, now_ns: int, name: str, values: list[Any], crc: int | None) -> None:
