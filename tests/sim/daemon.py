@@ -232,8 +232,6 @@ class Daemon:
                 self.later.append(effect.token)
             case ev.Gone():
                 self.by_slot.pop(effect.client).hazards.clear()
-            case ev.Gone():
-                self.by_slot.pop(effect.client).hazards.clear()
             case ev.Note():
                 pass
             case ev.AdminReply():
