@@ -29,7 +29,7 @@ from kvd.engines.common_counters import Counters
 from kvd.engines.vllm_identity import Identity, layout_of
 from kvd.engines.vllm_messages import COUNTERS, Load, Plan, Report, Save
 from kvd.engines.vllm_scheduler import namespace_of
-from kvd.errors import CapacityError, KvdError, UnavailableError
+from kvd.errors import CapacityError, KvdError, LifecycleError, UnavailableError
 from kvd.layout.manifest import Manifest
 from kvd.layout.paged import PagedLayout
 from kvd.layout.shards import Rank
@@ -313,6 +313,13 @@ class WorkerSide:
         copied = 0
         leases = namespace.adopt(load.exported, chain, identity.geometry)
         with leases:
+            usable = leases.usable_chunks
+            if usable < load.stop or (usable != load.stop and not identity.geometry_is_full):
+                raise LifecycleError(
+                    f"leases on {usable} chunks for a load up to chunk {load.stop}",
+                    code="adopt",
+                    chunks=usable,
+                )
             for group, cache in enumerate(registered):
                 needed = leases.chunks(identity.groups[group])
                 for chunks in _stretches(

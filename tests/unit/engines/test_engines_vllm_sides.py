@@ -297,6 +297,22 @@ def test_a_load_that_fails_is_told_and_nothing_of_its_epoch_is_saved(rig: Callab
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("chunks", [0, 2])
+def test_a_promise_without_all_its_leases_is_a_failed_load(rig: Callable[..., Rig], chunks: int) -> None:
+    """A4. No lease to adopt is no error by itself: unless compared, the engine decodes what lay in its blocks."""
+    one = rig()
+    one.store(Request("a", 3 * BLOCK + 1), [1, 2, 3])
+    again = Request("b", 3 * BLOCK + 1)
+    assert one.scheduler.match(again, 0) == (3 * BLOCK, False)
+    one.scheduler.allocated(again, ([31, 32, 33],), 3 * BLOCK)
+    plan = one.plan({}, {})
+    load = plan.loads[0]
+    load.exported, load.identities = load.exported[: 24 * chunks], load.identities[: 32 * chunks]
+    one.worker.load(plan)
+    assert one.worker.failed_blocks() == {31, 32, 33}
+
+
+@pytest.mark.slow
 def test_blocks_of_a_request_that_is_gone_are_not_read(rig: Callable[..., Rig]) -> None:
     """A2. The room comes late, the request is preempted, its blocks are somebody else's: nothing is published."""
     one = rig()
