@@ -10,7 +10,7 @@ PIP     := $(BIN)/pip install --quiet --disable-pip-version-check
 NATIVE  := CMakeLists.txt pyproject.toml $(wildcard kvd/shm/native/*) $(wildcard third_party/xxhash/*)
 TORCH   := torch==2.13.0
 
-.PHONY: test-engines-vllm bench-engines-vllm help demo test test-long check format build sanitize stress-asan fuzz sim bench soak clean
+.PHONY: test-engines-sglang test-engines-vllm bench-engines-vllm help demo test test-long check format build sanitize stress-asan fuzz sim bench soak clean
 
 help:
 	@sed -n 's/^# \?//p' Makefile | head -4
@@ -110,6 +110,29 @@ $(VLLM)/stamp-kvd: $(VLLM)/stamp-vllm $(NATIVE)
 
 test-engines-vllm: $(VLLM)/stamp-kvd
 	$(VLLM)/bin/python -m pytest tests/engines -k vllm
+
+# SGLang has no CPU build: its own torchvision is taken apart from CUDA, its kernels are stand-ins of the tests.
+SGLANG     := build/venv-sglang
+SGLANG_PIP := $(SGLANG)/bin/pip install --quiet --disable-pip-version-check
+
+$(SGLANG)/stamp-sglang: tests/engines/sglang-requirements.txt
+	@echo "making $(SGLANG): 3.3 GB, several minutes"
+	@$(PYTHON) -m venv $(SGLANG)
+	@$(SGLANG_PIP) $(TORCH)
+	@$(SGLANG_PIP) --no-deps sglang==0.5.23
+	@$(SGLANG_PIP) -r tests/engines/sglang-requirements.txt
+	@$(SGLANG_PIP) --no-deps torchvision==0.28.0
+	@sed -i '/^@torch.library.register_fake(/d' $(SGLANG)/lib/python3*/site-packages/torchvision/_meta_registrations.py
+	@$(SGLANG_PIP) 'scikit-build-core>=1.0,<2' 'nanobind>=3.0,<4' 'cmake>=3.22' 'msgpack>=1.1,<2' \
+	  'posix-ipc>=1.2,<2' 'structlog>=24,<27' 'rich>=13,<16' 'typer>=0.15,<1'
+	@touch $@
+
+$(SGLANG)/stamp-kvd: $(SGLANG)/stamp-sglang $(NATIVE)
+	@$(SGLANG_PIP) --no-deps --no-build-isolation -C build-dir=$(SGLANG)/native --editable .
+	@touch $@
+
+test-engines-sglang: $(SGLANG)/stamp-kvd $(VENV)/stamp-test
+	$(BIN)/python -m pytest tests/engines/test_sglang.py
 
 SECONDS ?= 60
 fuzz: $(VENV)/stamp-test

@@ -401,6 +401,13 @@ class Conversation:
         self._model, self._tokenizer = model, tokenizer
         self.messages: list[dict[str, str]] = []
         self.tokens: list[int] = []
+        self.prompt_tokens = 0
+        """Tokens of the last prompt, everything said before included."""
+
+    @property
+    def reused_tokens(self) -> int:
+        """Tokens of all prompts of this model that came from kvd, so far."""
+        return 0 if self.adapter is None else self.adapter.counters.tokens_reused
 
     def say(self, text: str, *, role: str = "user", **options: Any) -> str:
         """Append a message and generate the answer, `options` as `generate` takes them; returns its text."""
@@ -419,6 +426,7 @@ class Conversation:
     def extend(self, ids: Any, **options: Any) -> list[int]:
         """Append token ids and generate after them; returns the ids generated, which are appended too."""
         prompt = [*self.tokens, *caches.check_ids(ids)]
+        self.prompt_tokens = len(prompt)
         run = self._model if self.adapter is None else self.adapter
         out = run.generate(torch.tensor([prompt], device=self._model.device), **options)
         everything = (out if torch.is_tensor(out) else out.sequences)[0].tolist()

@@ -1,0 +1,118 @@
+"""SGLang on a machine without a GPU, for tests: kvd's backend with page copies that need no CUDA, and one engine run.
+
+As a module in SGLang's own process it is the storage backend `CpuKvdHiCache`. As a program, `sglang_cpu.py MODEL JSON`
+starts an engine, generates for each prompt of the JSON, and prints `RESULT {...}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from kvd.engines.sglang import KvdHiCache
+
+
+def copies_without_cuda() -> None:
+    """The wheel's copies between device pool and host pool are CUDA kernels; these do the same by indexing."""
+    import sglang.srt.mem_cache.pool_host.mha as pool
+
+    def layer_first(
+        src_layers: Any, dst_layers: Any, src_indices: Any, dst_indices: Any, page_size: int
+    ) -> None:
+        for source, target in zip(src_layers, dst_layers, strict=True):
+            target[dst_indices] = source[src_indices].view_as(target[dst_indices])
+
+    def to_pages(src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any, page_size: int) -> None:
+        layers, page, slot = len(src_ptrs) // 2, dst_indices // page_size, dst_indices % page_size
+        for side, target in enumerate(dst_ptrs):
+            for layer in range(layers):
+                target[page, layer, slot] = src_ptrs[side * layers + layer][src_indices]
+
+    def from_pages(
+        src_ptrs: Any, dst_ptrs: Any, src_indices: Any, dst_indices: Any, layer_id: int, page_size: int
+    ) -> None:
+        page, slot = src_indices // page_size, src_indices % page_size
+        for source, target in zip(src_ptrs, dst_ptrs, strict=True):
+            target[dst_indices] = source[page, layer_id, slot]
+
+    pool.transfer_kv_direct = layer_first
+    pool.transfer_kv_all_layer_direct_lf_pf = to_pages
+    pool.transfer_kv_per_layer_direct_pf_lf = from_pages
+
+
+class CpuKvdHiCache(KvdHiCache):
+    """kvd's backend where there is no CUDA; tells its counters in a file when SGLang ends or asks for statistics."""
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        copies_without_cuda()
+        super().__init__(storage_config, kwargs)
+
+    def _tell(self) -> None:
+        with open(os.environ["KVD_TEST_COUNTERS"], "w", encoding="utf-8") as file:
+            json.dump(self.counters.totals(), file)
+
+    def batch_set_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> list[bool]:
+        stored = super().batch_set_v1(keys, host_indices, extra_info)
+        self._tell()
+        return stored
+
+    def batch_get_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> list[bool]:
+        loaded = super().batch_get_v1(keys, host_indices, extra_info)
+        self._tell()
+        return loaded
+
+
+def main() -> None:
+    """One engine, the prompts of the job one after the other, twice if asked."""
+    import sglang
+    import torch
+
+    torch.set_num_threads(2)
+    model, job = sys.argv[1], json.loads(sys.argv[2])
+    backend = {
+        "backend_name": "kvd", "module_path": "sglang_cpu", "class_name": "CpuKvdHiCache", "interface_v1": 1,
+        "socket": job["socket"], **job.get("extra", {}),
+    }  # fmt: skip
+    hicache = {} if job.get("plain") else {
+        "enable_hierarchical_cache": True, "hicache_ratio": 2.0, "hicache_write_policy": "write_through",
+        "hicache_mem_layout": job["layout"], "hicache_io_backend": "direct", "hicache_storage_backend": "dynamic",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend_extra_config": json.dumps(backend),
+    }  # fmt: skip
+    engine = sglang.Engine(
+        model_path=model, device="cpu", dtype="float32", attention_backend="torch_native", page_size=64,
+        disable_overlap_schedule=True, skip_server_warmup=True, mem_fraction_static=0.3, max_total_tokens=8192,
+        log_level="warning", sampling_backend="pytorch", grammar_backend="none", disable_cuda_graph=True,
+        skip_tokenizer_init=True, **hicache,
+    )  # fmt: skip
+    told = []
+    for prompt in job["prompts"]:
+        out = engine.generate(
+            input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+        )
+        told.append({"tokens": out["output_ids"], "cached": out["meta_info"]["cached_tokens"]})
+    print("RESULT " + json.dumps(told), flush=True)
+    if job.get("wait_saved"):
+        wait_saved(job["wait_saved"])
+    engine.shutdown()
+
+
+def wait_saved(pages: int) -> None:
+    """SGLang stores behind its answers: until the backend says that so many pages are stored."""
+    import time
+
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        try:
+            with open(os.environ["KVD_TEST_COUNTERS"], encoding="utf-8") as file:
+                if json.load(file)["saved_pages"] >= pages:
+                    return
+        except (OSError, ValueError):
+            pass
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()

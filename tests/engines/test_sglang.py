@@ -1,0 +1,299 @@
+"""SGLang on kvd: the storage backend over host pools of all page layouts, and the real engine where it is installed.
+
+Rows A8, A9, B1, C2, E2, E4 of the field's list. The first part plays SGLang's host pool with torch tensors laid out as
+SGLang lays them out, and compares byte for byte; it needs no SGLang. The second part runs the engine, in processes of
+its own (`make test-engines-sglang`): it is skipped, saying so, where `build/venv-sglang` is missing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+
+import kvd
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PYTHON = ROOT / "build" / "venv-sglang" / "bin" / "python"
+STUBS = ROOT.parent / "shared" / "engines" / "sglstub"
+LAYERS, HEADS, DIM, PAGE, PAGES = 3, 4, 8, 16, 12
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+
+
+@pytest.fixture(scope="module")
+def backend() -> Any:
+    """kvd.engines.sglang; where there is no SGLang, over the two names that it takes from it."""
+    try:
+        import sglang.srt.mem_cache.hicache_storage  # noqa: F401
+    except ImportError:
+        made = {}
+        for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.mem_cache.hicache_storage"):
+            made[name] = sys.modules.setdefault(name, types.ModuleType(name))
+
+        class Base:
+            def register_mem_pool_host(self, pool: Any) -> None:
+                self.mem_pool_host = pool
+
+        class Result(SimpleNamespace):
+            def __init__(self, kv_hit_pages: int, extra_pool_hit_pages: dict[str, int]) -> None:
+                super().__init__(kv_hit_pages=kv_hit_pages, extra_pool_hit_pages=extra_pool_hit_pages)
+
+            @classmethod
+            def empty(cls) -> Any:
+                return cls(0, {})
+
+        last = made["sglang.srt.mem_cache.hicache_storage"]
+        last.HiCacheStorage, last.PoolTransferResult = Base, Result  # type: ignore[attr-defined]
+        from kvd.engines import sglang as module
+
+        yield module
+        for name in (*made, "kvd.engines.sglang"):
+            sys.modules.pop(name, None)
+        return
+    from kvd.engines import sglang as module
+
+    yield module
+
+
+class HostPool:
+    """A host pool as SGLang makes them: `kv_buffer` and the addresses of pages."""
+
+    def __init__(self, layout: str, heads: int = HEADS, dtype: Any = torch.bfloat16, seed: int = 1) -> None:
+        self.layout, self.page_size, self.dtype = layout, PAGE, dtype
+        self.layer_num, self.head_num, self.head_dim, self.size = LAYERS, heads, DIM, PAGE * PAGES
+        dims = {
+            "layer_first": (2, LAYERS, self.size, heads, DIM),
+            "page_first": (2, self.size, LAYERS, heads, DIM),
+            "page_first_direct": (2, PAGES, LAYERS, PAGE, heads, DIM),
+            "page_head": (2, PAGES, heads, PAGE, LAYERS, DIM),
+        }[layout]
+        generator = torch.Generator().manual_seed(seed)
+        self.kv_buffer = torch.randint(-9, 9, dims, generator=generator).to(dtype)
+
+    def view(self) -> Any:
+        """The same memory as [2, layers, pages, tokens, heads, dim]."""
+        buffer = self.kv_buffer
+        if self.layout == "layer_first":
+            return buffer.view(2, LAYERS, PAGES, PAGE, self.head_num, DIM)
+        if self.layout == "page_first":
+            return buffer.view(2, PAGES, PAGE, LAYERS, self.head_num, DIM).permute(0, 3, 1, 2, 4, 5)
+        if self.layout == "page_first_direct":
+            return buffer.permute(0, 2, 1, 3, 4, 5)
+        return buffer.permute(0, 4, 1, 3, 2, 5)
+
+    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+        view, pointers = self.view(), []
+        for page in (indices[::PAGE] // PAGE).tolist():
+            layers = range(LAYERS) if self.layout == "layer_first" else [0]
+            pointers += [view[side, layer, page].data_ptr() for layer in layers for side in (0, 1)]
+        return pointers, []
+
+
+def slots(pages: list[int]) -> Any:
+    return torch.cat([torch.arange(PAGE) + page * PAGE for page in pages])
+
+
+def keys(count: int, seed: int = 0) -> list[str]:
+    import hashlib
+
+    return [hashlib.sha256(f"{seed}-{n}".encode()).hexdigest() for n in range(count)]
+
+
+@pytest.fixture
+def make(backend: Any, daemon: Any, tmp_path: Path) -> Any:
+    """make(pool, socket=..., tp=(rank, size), **extra config) -> an attached backend."""
+    model = tmp_path / "model"
+    model.mkdir()
+    described = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS}
+    (model / "config.json").write_text(json.dumps(described))
+    (model / "model.safetensors").write_bytes(b"weights")
+    made: list[Any] = []
+
+    def build(pool: HostPool, socket: str, tp: tuple[int, int] = (0, 1), **extra: Any) -> Any:
+        config = SimpleNamespace(
+            tp_rank=tp[0], tp_size=tp[1], pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, dcp_rank=0, dcp_size=1,
+            is_mla_model=False, model_name=str(model), extra_config={"socket": socket, "backend_name": "kvd", **extra},
+        )  # fmt: skip
+        one = backend.KvdHiCache(config, {})
+        one.register_mem_pool_host(pool)
+        made.append(one)
+        return one
+
+    build.model = model  # type: ignore[attr-defined]
+    yield build
+    for one in made:
+        one.close()
+
+
+@pytest.mark.slow
+def test_pages_come_back_in_pools_of_every_layout(make: Any, daemon: Any) -> None:
+    """Fails if a layout is described wrongly, pages are mixed up, or anything but the pages asked for is written."""
+    running = daemon()
+    chain, source = keys(5), [7, 2, 9, 0, 4]
+    written = HostPool("layer_first", seed=3)
+    writer = make(written, running.socket)
+    assert writer.batch_exists(chain) == 0
+    assert writer.batch_set_v1(chain[:2], slots(source[:2])) == [True] * 2
+    info = SimpleNamespace(prefix_keys=chain[:2])
+    assert writer.batch_set_v1(chain[2:], slots(source[2:]), info) == [True] * 3
+    for layout in LAYOUTS:
+        pool = HostPool(layout, seed=9)
+        before = pool.view().clone()
+        reader = make(pool, running.socket)
+        assert reader.batch_exists([*chain, *keys(1, seed=5)]) == 5
+        target = [1, 3, 5, 8, 11]
+        assert reader.batch_get_v1([*chain, keys(1, seed=5)[0]], slots([*target, 10])) == [True] * 5 + [False]
+        after = pool.view()
+        assert torch.equal(after[:, :, target], written.view()[:, :, source])
+        others = [page for page in range(PAGES) if page not in target]
+        assert torch.equal(after[:, :, others], before[:, :, others])
+        page_bytes = 2 * LAYERS * HEADS * DIM * PAGE * 2
+        assert reader.counters.totals()["loaded_bytes"] == 5 * page_bytes
+        assert reader.batch_set_v1(chain, slots(target)) == [True] * 5, "there already"
+        assert reader.counters.totals()["saved_pages"] == 0
+        assert reader.counters.totals()["failures"] == 0
+
+
+@pytest.mark.slow
+def test_ranks_store_their_heads_and_engines_of_another_split_read_them(make: Any, daemon: Any) -> None:
+    """Row E4. Fails if a page counts as stored before all ranks have stored theirs."""
+    running, chain = daemon(), keys(3)
+    halves = [HostPool("page_first", heads=HEADS // 2, seed=rank) for rank in (0, 1)]
+    ranks = [make(pool, running.socket, tp=(rank, 2)) for rank, pool in enumerate(halves)]
+    assert ranks[0].batch_set_v1(chain, slots([0, 1, 2])) == [True] * 3
+    assert ranks[1].batch_exists(chain) == 0
+    assert ranks[1].batch_set_v1(chain, slots([4, 5, 6])) == [True] * 3
+    assert ranks[0].batch_exists(chain) == 3
+    whole = HostPool("page_head", seed=7)
+    one = make(whole, running.socket)
+    assert one.batch_get_v1(chain, slots([2, 3, 4])) == [True] * 3
+    expected = torch.cat([halves[0].view()[:, :, 0:3], halves[1].view()[:, :, 4:7]], dim=4)
+    assert torch.equal(whole.view()[:, :, 2:5], expected)
+
+
+@pytest.mark.slow
+def test_what_may_not_meet_does_not_meet(make: Any, daemon: Any) -> None:
+    """Rows A8, A9, E2. SGLang's keys name nothing of the model: fails if the namespace does not."""
+    running, chain = daemon(), keys(2)
+    assert make(HostPool("page_first"), running.socket).batch_set_v1(chain, slots([0, 1])) == [True] * 2
+    assert make(HostPool("page_first"), running.socket).batch_exists(chain) == 2
+    assert make(HostPool("page_first"), running.socket, salt="s").batch_exists(chain) == 0
+    assert make(HostPool("page_first"), running.socket, tenant="t").batch_exists(chain) == 0
+    assert make(HostPool("page_first", dtype=torch.float16), running.socket).batch_exists(chain) == 0
+    (make.model / "model.safetensors").write_bytes(b"Weights")
+    assert make(HostPool("page_first"), running.socket).batch_exists(chain) == 0
+
+
+@pytest.mark.slow
+def test_nothing_raises_whatever_is_wrong(make: Any, daemon: Any, backend: Any) -> None:
+    """Rows B1, C2. Fails without the shield around each hook."""
+    running, chain = daemon(), keys(2)
+    one = make(HostPool("page_first"), running.socket, deadline_s=0.3)
+    assert one.batch_set_v1(chain, slots([0, 1])) == [True] * 2
+    assert one.batch_get_v1(chain, slots([0, 1])[:-1]) == [False] * 2
+    assert one.batch_get_v1(["no hex"], slots([0])) == [False]
+    assert one.batch_exists(["no hex"]) == 0
+    assert one.batch_set_v1(chain, slots([0, 1]) + 1) == [False] * 2
+    assert one.counters.totals()["failures"] == 4
+    running.process.send_signal(signal.SIGSTOP)
+    try:
+        assert one.batch_exists(chain) == 2, "reading needs no daemon"
+        assert one.batch_set_v1(keys(2, seed=3), slots([0, 1])) == [False] * 2
+        assert one.batch_set_v1(keys(2, seed=4), slots([0, 1])) == [False] * 2
+    finally:
+        running.process.send_signal(signal.SIGCONT)
+    assert one.counters.totals()["failures"] == 5, "the second was not even asked: the daemon rests"
+    assert make(HostPool("page_first"), "/nowhere/kvd.sock").batch_exists(chain) == 0
+    assert make(HostPool("page_first"), running.socket, unheard_of=1).batch_exists(chain) == 0
+    shifted = HostPool("page_first")
+    shifted.get_page_buffer_meta = lambda indices: ([0, 1, 2, 3], [])  # type: ignore[method-assign]
+    assert make(shifted, running.socket).batch_set_v1(chain, slots([0, 1])) == [False] * 2
+    assert one.batch_exists_v2(chain).kv_hit_pages == 2
+    assert one.batch_exists_v2(chain, [SimpleNamespace(name="swa", keys=["a"])]).kv_hit_pages == 0
+    assert one.batch_set_v2([SimpleNamespace(name="swa", keys=["a", "b"])]) == {"swa": [False, False]}
+    assert (one.get("x"), one.set("x"), one.batch_get(["x"]), one.batch_set(["x"])) == (
+        None,
+        False,
+        [None],
+        False,
+    )
+
+
+# -- the real engine ----------------------------------------------------------------------------------------
+
+engine_only = pytest.mark.skipif(
+    not PYTHON.exists() or not STUBS.exists(),
+    reason="no build/venv-sglang (make test-engines-sglang), or no stubs for its kernels beside this checkout",
+)
+
+
+def checkpoint(folder: Path) -> Path:
+    """A tiny random Llama on disk."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(11)
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
+        vocab_size=512, max_position_embeddings=4096,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def engine(model: Path, folder: Path, **job: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """Run one engine process; what it generated, and the backend's counters."""
+    counters = folder / "counters.json"
+    counters.unlink(missing_ok=True)
+    env = {
+        **os.environ, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "KVD_TEST_COUNTERS": str(counters),
+        "PYTHONPATH": f"{STUBS}:{HERE}",
+    }  # fmt: skip
+    command = [str(PYTHON), str(HERE / "sglang_cpu.py"), str(model), json.dumps(job)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=env, timeout=280, start_new_session=True, check=False
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    told = json.loads(lines[-1].removeprefix("RESULT "))
+    return told, json.loads(counters.read_text()) if counters.exists() else {}
+
+
+@engine_only
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_second_engine_hits_what_the_first_one_stored(daemon: Any, tmp_path: Path) -> None:
+    """Fails if spoiled bytes give the same tokens: then nothing of kvd's was used."""
+    running = daemon(pool={"size": "128MiB"})
+    model = checkpoint(tmp_path / "model")
+    prompt = [(7 * i + 3) % 500 + 3 for i in range(1000)]
+    job = {"socket": running.socket, "prompts": [prompt]}
+    (plain,), _ = engine(model, tmp_path, **job, plain=True, layout="")
+    (first,), stored = engine(model, tmp_path, **job, layout="page_first_direct", wait_saved=15)
+    assert first["tokens"] == plain["tokens"]
+    assert (first["cached"], stored["saved_pages"]) == (0, 15)
+    for layout in ("page_first_direct", "layer_first"):
+        (second,), counted = engine(model, tmp_path, **job, layout=layout)
+        assert second["tokens"] == plain["tokens"]
+        assert (second["cached"], counted["loaded_pages"]) == (15 * 64, 15)
+    with kvd.connect(running.socket) as store:
+        for row in running.call("ls", limit=1000)["families"]:
+            lease = store.fetch(bytes.fromhex(row["key"]))
+            assert lease is not None
+            array = numpy.frombuffer(lease.view, dtype=numpy.uint8)
+            ctypes.memset(array.ctypes.data, 0, array.nbytes)  # this process maps the pool writable
+            del array
+    (wrong,), _ = engine(model, tmp_path, **job, layout="layer_first")
+    assert wrong["cached"] == 15 * 64
+    assert wrong["tokens"] != plain["tokens"]
