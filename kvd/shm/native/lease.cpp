@@ -1,5 +1,8 @@
 #include "lease.hpp"
 
+#include <algorithm>
+#include <bit>
+
 #include "client.hpp"
 #include "mapping.hpp"
 #include "mutants.hpp"
@@ -10,10 +13,12 @@ namespace kvd {
 // are over. The mark goes up first, so that a scan that misses the word cannot miss it for the mark.
 u32 Hazards::place(u32 entry, u64 generation) {
   u32 word;
-  if (!free_.empty()) {
-    word = free_.back();
-    free_.pop_back();
+  if (used_ < fresh_) {  // the lowest free one, so that the mark can fall
+    while (free_[lowest_] == 0) ++lowest_;
+    word = lowest_ * 64 + static_cast<u32>(std::countr_zero(free_[lowest_]));
+    free_[lowest_] &= free_[lowest_] - 1;
   } else if (fresh_ < max_) {
+    if (fresh_ / 64 == free_.size()) free_.push_back(0);
     word = fresh_++;
     if (fresh_ > high_now_) high_->store(high_now_ = fresh_, std::memory_order_release);
   } else {
@@ -26,18 +31,16 @@ u32 Hazards::place(u32 entry, u64 generation) {
 
 void Hazards::clear(u32 word) noexcept {
   words_[word].store(0, std::memory_order_release);
-  if (--used_ != 0) {
-    // Within its capacity from the second use on; that the first growth fails costs the word until all are free.
-    try {
-      free_.push_back(word);
-    } catch (const std::bad_alloc&) {
-      return;
-    }
-    return;
+  --used_;
+  free_[word / 64] |= u64{1} << (word % 64);
+  lowest_ = std::min(lowest_, word / 64);
+  if (word + 1 != fresh_) return;
+  // Each step down was a step up: what this costs, placing has paid.
+  while (fresh_ > 0 && is_free(fresh_ - 1)) {
+    --fresh_;
+    free_[fresh_ / 64] &= ~(u64{1} << (fresh_ % 64));
   }
-  free_.clear();
-  fresh_ = 0;
-  if (high_now_ > shrink_above) high_->store(high_now_ = 0, std::memory_order_release);
+  if (high_now_ - fresh_ >= shrink_by) high_->store(high_now_ = fresh_, std::memory_order_release);
 }
 
 LeaseSet::LeaseSet(std::shared_ptr<Client> client, u32 capacity, u32 asked)

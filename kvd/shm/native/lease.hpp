@@ -31,14 +31,16 @@ class Hazards {
   u32 used() const noexcept { return used_; }
 
  private:
-  static constexpr u32 shrink_above = 4096;
+  static constexpr u32 shrink_by = 4096;  // the mark falls in steps: who leases and releases at the top leaves it alone
+  bool is_free(u32 word) const noexcept { return (free_[word / 64] >> (word % 64) & 1) != 0; }
   Shared<u64>* words_;
   u32 max_;
   Shared<u32>* high_;
   u32 high_now_ = 0;   // what *high_ says
-  u32 fresh_ = 0;      // words from here on were not used since all were free
+  u32 fresh_ = 0;      // words from here on are free, the one before is not
   u32 used_ = 0;
-  std::vector<u32> free_;
+  u32 lowest_ = 0;     // below this word of free_ none is free
+  std::vector<u64> free_;  // a bit a word below fresh_: free again
 };
 
 struct Leased {

@@ -259,13 +259,15 @@ u32 Table::publish(const PublishBatch& batch, u8* status, u32* entries, u8* diff
       const Entry& entry = index_.entry(hit.entry);
       const bool foreign = entry.split.load(memory_order_relaxed) != batch.split ||
                            entry.members_count.load(memory_order_relaxed) != batch.family_members;
-      if (!foreign && !index_.has(hit.entry, member)) {
+      const bool present = index_.has(hit.entry, member);
+      if (!foreign && !present) {
         link(hit.entry, record, static_cast<u8>(member), batch.checksums[i]);
         status[i] = publish_done;
         continue;
       }
       status[i] = publish_present;
-      differs[i] = foreign || index_.record(index_.find_record(hit.entry, member)).checksum.load(memory_order_relaxed) !=
+      // A family that is split otherwise may have no such member: then there are no other bytes to differ from.
+      differs[i] = present && index_.record(index_.find_record(hit.entry, member)).checksum.load(memory_order_relaxed) !=
                                   batch.checksums[i];
       continue;
     }
