@@ -184,6 +184,7 @@ def _pins(books: Books) -> None:
 def _reservations(books: Books) -> None:
     forest = books.forest
     claims: Counter[int] = Counter()
+    bytes_of: Counter[int] = Counter()
     pending: Counter[tuple[int, int]] = Counter()
     promised = records = 0
     taken: set[int] = set()
@@ -200,6 +201,7 @@ def _reservations(books: Books) -> None:
         for item in live:
             pending[reservation.shape.indexes[item % m], reservation.key8s[item // m]] += 1
             taken.add(reservation.records[item])
+            bytes_of[reservation.client] += reservation.shape.slot_bytes[item % m]
         records += len(live)
         for family, promise in enumerate(reservation.promised):
             promised += promise
@@ -221,6 +223,9 @@ def _reservations(books: Books) -> None:
     _require(dict(claims) == forest.claims, "claims are counted wrong")
     _require(set(claims) <= set(forest.runs()), "a run that is gone is claimed")
     _require(dict(pending) == books.reservations.pending.counts(), "pending items are counted wrong")
+    _require(
+        dict(bytes_of) == books.reservations.bytes_of, "bytes of a client's live items are counted wrong"
+    )
     _require(promised == forest.promised_count, "promised entries are counted wrong")
     _require(
         len(taken) == records and not taken & set(books.records.returned()), "a record is given out twice"

@@ -42,6 +42,7 @@ class CoreConfig:
     journal_requests: int = 4096
     ghosts: int = 16384
     partial_grace_ns: int = 1_000_000_000  # so long the other ranks have to publish their members
+    client_reserved_bytes_max: int = 1 << 62  # that one client may be writing at once
     answers_early: bool = False  # writers are answered by DoPublish, while the books are still being written
 
     def __post_init__(self) -> None:
@@ -52,6 +53,7 @@ class CoreConfig:
             ("journal_requests", 0, 1 << 24),
             ("ghosts", 0, 1 << 24),
             ("partial_grace_ns", 0, 1 << 62),
+            ("client_reserved_bytes_max", 1, 1 << 62),
         ):
             value = getattr(self, name)
             if not low <= value <= high:

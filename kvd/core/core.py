@@ -25,7 +25,6 @@ from kvd.core.events import (
     ClientGone,
     DoAgain,
     DoFlags,
-    DoFreeRecords,
     DoParents,
     Effect,
     Event,
@@ -89,13 +88,13 @@ class Core:
             Clear: self._administration.clear,
             Withdraw: self._administration.withdraw,
             Tick: lambda _: self._leaving.retry_limbo(),
+            ClientGone: self._publishing.client_gone,
         }
         self._calls: dict[type[object], Callable[[Any], None]] = {
             Abort: self._publishing.abort,
             Touched: self._touched,
             SegmentReady: self._segment_ready,
             ClientAttached: self._client_attached,
-            ClientGone: self._client_gone,
             Pin: self._administration.pin,
             Unpin: self._administration.unpin,
             Restore: lambda event: restoring.restore(books, event),
@@ -173,23 +172,12 @@ class Core:
         books.clients[event.client] = ClientBook(event.pid, event.name, event.writable, books.now_ns)
         books.counters["clients_attached"] += 1
 
-    def _client_gone(self, event: ClientGone) -> None:
-        books = self._books
-        if books.clients.pop(event.client, None) is not None:
-            self._publishing.client_gone(event.client)
-            books.counters["clients_gone"] += 1
-        elif event.client in books.quarantine:
-            records, places = books.quarantine.pop(event.client)
-            books.effects.append(DoFreeRecords(records))
-            books.records.give(records)
-            books.slots.give(places, reserved=True)
-            books.counters["orphaned"] += len(records)
-
     def _touched(self, event: Touched) -> None:
         """Recency only. A touch older than the run it names is about a family that had the entry before."""
         books = self._books
         forest, counters = books.forest, books.counters
         counters["touches"] += len(event.touches)
+        current: list[tuple[int, int]] = []
         for touch in event.touches:
             miss = ""
             if touch.missed_key8:
@@ -201,7 +189,9 @@ class Core:
             if not forest.is_used(entry) or touch.started_ns < forest.born_ns[forest.run_of[entry]]:
                 counters["touches_stale"] += 1
                 continue
-            forest.touch(entry, touch.request, books.now_ns)
+            current.append((entry, touch.request))
+        if current:
+            counters["touches_left_out"] += forest.touch(current, books.now_ns)
 
     def _miss(self, touch: Touch) -> str:
         books = self._books
@@ -211,6 +201,11 @@ class Core:
         return cause
 
     # -- asking ----------------------------------------------------------------------------------------------
+
+    def live_items(self, client: int) -> int:
+        """How many items this client has reserved and neither published nor given back."""
+        reservations = self._books.reservations
+        return sum(reservations.live[number].live_count for number in reservations.of_client.get(client, ()))
 
     @property
     def counters(self) -> dict[str, int]:

@@ -30,6 +30,7 @@ names: Final[tuple[str, ...]] = (
     "usage_refusals",  # operations refused as wrong in themselves
     "capacity_refusals",  # reservations that found no room
     "touches",
+    "touches_left_out",  # of chains of too many runs, or too many at one look
     "touches_stale",  # for a family that had left by then
     "misses_pending",  # touches that missed a family which was being written
     "misses_evicted",

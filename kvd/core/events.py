@@ -296,6 +296,13 @@ Event: TypeAlias = (
 # --- effects -----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """All that this client had reserved has come back: its number may be another's. Follows each `ClientGone`."""
+
+    client: int
+
+
 class DoReserve(NamedTuple):
     """Mark these records PENDING for this client."""
 
@@ -421,5 +428,5 @@ class Note:
 
 Reply: TypeAlias = ReservedReply | PublishedReply | AbortedReply | ErrorReply | AdminReply
 Effect: TypeAlias = (
-    DoReserve | DoPublish | DoEvict | DoFreeRecords | DoFlags | DoParents | DoAgain | Reply | Note
+    DoReserve | DoPublish | DoEvict | DoFreeRecords | DoFlags | DoParents | DoAgain | Gone | Reply | Note
 )  # fmt: skip

@@ -26,6 +26,9 @@ from kvd.core.pins import Pins
 from kvd.core.policy import PROBATION, PROTECTED, Policy, lists_count
 from kvd.errors import InvariantError
 
+run_families_max = 1 << 14  # a run that grows by publications: to split or to cut one takes a bounded time
+touch_work_max = 8192  # runs that one look at the touches of a client moves
+
 
 class Forest:
     """Columns of families and runs. Sizes are the bytes of the slots that a family occupies."""
@@ -150,6 +153,7 @@ class Forest:
                 and self.policy.list_of[parent] == PROBATION
                 and self.classes_of[parent] == row
                 and not self.pins.is_pinned(parent)
+                and len(self.members[parent]) + len(entries) <= run_families_max
             ):
                 run = parent
         if run == NONE:
@@ -229,20 +233,50 @@ class Forest:
             refreshed(run)
             run = parent[run]
 
-    def touch(self, entry: int, request: int, now_ns: int) -> None:
-        """A request asked for the chain that ends at this entry."""
-        run = self.ending_at(entry)
-        refreshed, reused, parent = self.policy.refreshed, self.policy.reused, self.parent
-        another = not request
-        while run != NONE:
-            self.touched_ns[run] = now_ns
-            # Whoever wants a suffix that another wrote wants the prefix too, even if that is its own.
-            another = another or request != self.request_of[run]
-            if another:
-                reused(run, self.run_bytes[run])
-            else:
-                refreshed(run)
-            run = parent[run]
+    def touch(self, touches: list[tuple[int, int]], now_ns: int) -> int:
+        """Requests asked for the chains that end at these entries: (entry, request), the latest last.
+
+        Each run on their paths moves once, suffixes before what they lie behind. The work is bounded: of more than
+        `touch_work_max` the earliest, and chains of more runs than that, are left out. Returns how many were.
+        """
+        work = touch_work_max
+        ends: list[tuple[int, int]] = []
+        for entry, request in reversed(touches):  # all runs are split before the first one is walked from
+            members = self.members[self.run_of[entry]]
+            if members[-1] != entry:
+                work -= len(members) >> 5
+            ends.append((self.ending_at(entry), request))
+            if work <= 0:
+                break
+        parent, request_of = self.parent, self.request_of
+        reused: dict[int, bool] = {}
+        paths: list[list[int]] = []
+        left_out_count = len(touches) - len(ends)
+        for run, request in ends:
+            path: list[tuple[int, bool]] = []
+            another = not request
+            while run != NONE and len(path) <= work:
+                # Whoever wants a suffix that another wrote wants the prefix too, even if that is its own.
+                another = another or request != request_of[run]
+                seen = reused.get(run)
+                if seen is not None and seen >= another:
+                    break
+                path.append((run, another))
+                run = parent[run]
+            if len(path) > work:
+                left_out_count += 1
+                continue
+            work -= len(path)
+            paths.append([run for run, _ in path if run not in reused])
+            reused.update(path)
+        for fresh in reversed(paths):
+            for run in fresh:
+                self.touched_ns[run] = now_ns
+                if reused[run]:
+                    self.policy.reused(run, self.run_bytes[run])
+                else:
+                    self.policy.refreshed(run)
+        return left_out_count
 
     # -- shrinking -------------------------------------------------------------------------------------------
 

@@ -20,9 +20,12 @@ from kvd.core.events import (
     PREVIOUS,
     Abort,
     AbortedReply,
+    ClientGone,
+    DoAgain,
     DoFreeRecords,
     DoPublish,
     ErrorReply,
+    Gone,
     Note,
     Publish,
     Published,
@@ -41,6 +44,7 @@ NO_INDEX = int(PublishStatus.NO_INDEX)
 SKIPPED = int(PublishStatus.SKIPPED)
 
 differs_noted_max = 8
+gone_items_per_turn = 4096
 
 
 class Publishing:
@@ -409,15 +413,45 @@ class Publishing:
             record.aborted += len(items)
         books.effects.append(AbortedReply(event.client, event.op, len(items)))
 
-    def client_gone(self, client: int) -> None:
-        """Everything the client had reserved comes back, and its keys are writable again at once."""
+    def client_gone(self, event: ClientGone) -> Flow[None]:
+        """Everything the client had reserved comes back, in turns, and then its number.
+
+        Its keys are writable again as their reservations end.
+        """
         books = self._books
-        for number in list(books.reservations.of_client.get(client, ())):
-            reservation = books.reservations.live[number]
-            items = [item for item, state in enumerate(reservation.states) if state]
-            self._give_back(reservation, items)
-            self._end(reservation)
-            books.counters["orphaned"] += len(items)
+        client = event.client
+        if client in books.clients:
+            mine = books.reservations.of_client.get(client, {})
+            turn = 0
+            while mine:
+                reservation = books.reservations.live[next(iter(mine))]
+                items = [item for item, state in enumerate(reservation.states) if state]
+                self._give_back(reservation, items)
+                self._end(reservation)
+                books.counters["orphaned"] += len(items)
+                turn += len(items)
+                if mine and turn >= gone_items_per_turn:
+                    yield DoAgain(books.next_token())
+                    turn = 0
+            del books.clients[client]
+            books.counters["clients_gone"] += 1
+        elif client in books.quarantine:
+            yield from self._end_quarantine(client)
+        books.effects.append(Gone(client))
+
+    def _end_quarantine(self, client: int) -> Flow[None]:
+        books = self._books
+        records, places = books.quarantine[client]
+        while records:
+            some, there = records[-gone_items_per_turn:], places[-gone_items_per_turn:]
+            del records[-gone_items_per_turn:], places[-gone_items_per_turn:]
+            books.effects.append(DoFreeRecords(some))
+            books.records.give(some)
+            books.slots.give(there, reserved=True)
+            books.counters["orphaned"] += len(some)
+            if records:
+                yield DoAgain(books.next_token())
+        del books.quarantine[client]
 
     def _give_back(self, reservation: Reservation, items: Sequence[int]) -> None:
         """Live items end unpublished: slot, record and, with the last item of a family, its promise."""

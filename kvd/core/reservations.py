@@ -212,6 +212,7 @@ class Reservations:
     def __init__(self) -> None:
         self.live: dict[int, Reservation] = {}
         self.of_client: dict[int, dict[int, None]] = {}
+        self.bytes_of: dict[int, int] = {}  # by client: of the slots of its live items
         self.pending = Pending()
         self._last_number = 0
 
@@ -230,11 +231,15 @@ class Reservations:
         self.of_client.setdefault(reservation.client, {})[reservation.number] = None
         n, m = reservation.families_count, reservation.members_count
         whole = reservation.live_count == n * m
+        size_bytes = 0
         for at, index in enumerate(reservation.shape.indexes):
             keys: Iterable[int] = reservation.key8s
+            live_count = n if whole else reservation.states[at::m].count(LIVE)
+            size_bytes += live_count * reservation.shape.slot_bytes[at]
             if not whole:
                 keys = (k for k, state in zip(keys, reservation.states[at::m], strict=True) if state)
             self.pending.add(index, keys)
+        self.bytes_of[reservation.client] = self.bytes_of.get(reservation.client, 0) + size_bytes
 
     def end(self, reservation: Reservation) -> None:
         """No item is live any more."""
@@ -242,7 +247,7 @@ class Reservations:
         mine = self.of_client[reservation.client]
         del mine[reservation.number]
         if not mine:
-            del self.of_client[reservation.client]
+            del self.of_client[reservation.client], self.bytes_of[reservation.client]
 
     def not_live(self, reservation: Reservation, items: Iterable[int]) -> None:
         """These live items are published or given back."""
@@ -252,6 +257,7 @@ class Reservations:
             keys = key8s[items.start : items.stop]
             self.pending.remove(reservation.shape.indexes[0], keys)
             reservation.live_count -= len(items)
+            self.bytes_of[reservation.client] -= len(items) * reservation.shape.slot_bytes[0]
             return
         count = 0
         by_member: dict[int, list[int]] = {}
@@ -261,6 +267,7 @@ class Reservations:
             count += 1
         for at, found in by_member.items():
             self.pending.remove(reservation.shape.indexes[at], found)
+            self.bytes_of[reservation.client] -= len(found) * reservation.shape.slot_bytes[at]
         reservation.live_count -= count
 
     def forget(self, runs: set[int], entries: set[int]) -> list[Reservation]:
@@ -297,7 +304,7 @@ def check(event: Reserve, shape: Shape) -> int:
             f"a family of {event.family_members} members; allowed: 1 … {limits.members_per_family_max}",
             code="family", family_members=event.family_members,
         )  # fmt: skip
-    if not 0 <= event.namespace < limits.namespaces_max:
+    if not 0 <= event.namespace <= limits.namespaces_max:
         raise UsageError(
             f"namespace {event.namespace} is not known", code="namespace", namespace=event.namespace
         )

@@ -89,6 +89,7 @@ class Reserving:
         reservation = Reservation(books.reservations.next_number(), event, shape, key8s, entries)
         want = self._want(reservation, statuses, granted)
         self._refuse_impossible(want)
+        self._refuse_over_share(event.client, want)
         self._claim(reservation)
         short = self._space.take(want)
         if short is not None:
@@ -195,6 +196,22 @@ class Reserving:
             raise self._no_room(want, "the pool is smaller than this batch", Retry.NEVER)
         if want.size_bytes > slots.usable_bytes - books.reserved_bytes - books.forest.pins.hard_bytes:
             raise self._no_room(want, "what may leave is less than this batch needs", Retry.AFTER)
+
+    def _refuse_over_share(self, client: int, want: Want) -> None:
+        """One client does not get everything: what it writes and never finishes, nobody else can use."""
+        limit_bytes = self._books.config.client_reserved_bytes_max
+        reserved_bytes = self._books.reservations.bytes_of.get(client, 0)
+        if reserved_bytes + want.size_bytes <= limit_bytes:
+            return
+        cure = "publish or abort some first"
+        if want.size_bytes > limit_bytes:
+            cure = "use smaller batches, a larger pool, or a larger clients.reserved_max"
+        raise CapacityError(
+            f"this client is writing {reserved_bytes} B and asks for {want.size_bytes} B more; clients.reserved_max "
+            f"allows {limit_bytes} B: {cure}",
+            code="reserved", retry=Retry.NEVER if want.size_bytes > limit_bytes else Retry.AFTER,
+            reserved_bytes=reserved_bytes, wanted_bytes=want.size_bytes, limit_bytes=limit_bytes,
+        )  # fmt: skip
 
     def _no_room(self, want: Want, why: str, retry: Retry, held_bytes: int = 0) -> CapacityError:
         books = self._books

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvd.core.columns import Numbers
-from kvd.core.events import Reason
+from kvd.core.events import NONE, Reason
 from kvd.core.forest import Forest
 from kvd.core.policy import HARD
 from kvd.core.reservations import Reservations, Shape
@@ -27,6 +27,10 @@ from kvd.core.slots import SizeClass, Slab, Slots
 # families.
 surplus_divisor = 128
 windows_tried_max = 256  # around so many slabs a window is looked for, for one want
+# So many runs are passed over in one plan that have no slots of the class and around which no window is looked for any
+# more: a turn stays short, whatever lies in the pool.
+passed_over_max = 4096
+slabs_looked_max = 256  # slabs of the class whose families are asked one by one, for one want
 
 
 @dataclass(slots=True)
@@ -65,6 +69,8 @@ class Search:
     windowless: set[int] = field(default_factory=set)  # runs around which there is no window
     avoid: set[int] = field(default_factory=set)  # slabs that cannot be cleared
     hopeless: set[int] = field(default_factory=set)  # slabs around which there is no window
+    barren: set[int] = field(default_factory=set)  # slabs of the class none of whose families can leave
+    passed_over: bool = False  # among the coldest runs there are none with slots of the class
     families: int = 0  # that left
     size_bytes: int = 0
     held_bytes: int = 0
@@ -134,13 +140,21 @@ class Space:
         families_wanted = max(count, surplus)
         planned: dict[int, int] = {}
         chosen: array[int] = array("I")
-        for run in forest.policy.victims():
+        passed_over_count = 0
+        for run in () if search.passed_over else forest.policy.victims():
             if run in search.held or run in search.windowless or not self._may_leave(run, planned):
                 continue
             if size_class is not None and not forest.has_class(run, size_class.number):
                 if planned:
                     break  # first what is colder than this one
                 home = self._slots.slab(forest.home_of[forest.members[run][-1]])
+                exhausted = len(search.hopeless) >= windows_tried_max
+                if exhausted or home.number in search.hopeless:
+                    passed_over_count += 1
+                    if passed_over_count >= passed_over_max or (exhausted and not size_class.published_count):
+                        search.passed_over = True
+                        break
+                    continue
                 window = self._plan_window(search, home, size_class)
                 if window is not None:
                     return window
@@ -153,18 +167,24 @@ class Space:
             if len(chosen) >= families_wanted:
                 break
         if not chosen:
-            return None if size_class is None else self._plan_any_window(search, size_class)
+            if size_class is None:
+                return None
+            return self._plan_any_window(search, size_class) or self._plan_of_class(search, size_class)
         return Plan(chosen, list(planned.items()), reason)
 
     def subtree(self, starts: dict[int, int], reason: Reason) -> Plan:
         """These runs from these positions on, and everything behind them."""
         forest = self._forest
         cuts = {run: len(forest.members[run]) - start for run, start in starts.items()}
-        for run in starts:
-            for behind in forest.behind(run):
-                cuts[behind] = len(forest.members[behind])
-        depth = {run: sum(1 for _ in forest.path(run)) for run in cuts}
-        ordered = sorted(cuts.items(), key=lambda cut: -depth[cut[0]])
+        pending = list(starts)
+        whole: set[int] = set()  # of those that lie behind another
+        for run in pending:
+            for child in forest.children(run):
+                if child not in whole:
+                    whole.add(child)
+                    pending.append(child)
+                    cuts[child] = len(forest.members[child])
+        ordered = [(run, cuts[run]) for run in self._suffixes_first(cuts)]
         entries: array[int] = array("I")
         for run, count in ordered:
             entries.extend(forest.members[run][-count:])
@@ -199,8 +219,45 @@ class Space:
         list_of, claims = forest.policy.list_of, forest.claims
         return any(run in claims or run in search.held or list_of[run] == HARD for run, _ in plan.cuts)
 
+    def _suffixes_first(self, runs: Iterable[int]) -> list[int]:
+        """These runs, each after all of them that lie behind it. Looks once at each run, and at each before one."""
+        parent = self._forest.parent
+        depth = {NONE: 0}
+        for run in runs:
+            path: list[int] = []
+            while run not in depth:
+                path.append(run)
+                run = parent[run]
+            at = depth[run]
+            while path:
+                at += 1
+                depth[path.pop()] = at
+        return sorted(runs, key=lambda run: -depth[run])
+
+    def _plan_of_class(self, search: Search, size_class: SizeClass) -> Plan | None:
+        """When the coldest runs have no slots of the class: any family that has, and what lies behind it."""
+        forest = self._forest
+        if not size_class.published_count:
+            return None
+        for slab in self._slots.slabs():
+            if slab.size_class is not size_class or slab.number in search.barren or not slab.published_count:
+                continue
+            if len(search.barren) >= slabs_looked_max:
+                break
+            for entry in slab.families():
+                if not forest.is_used(entry):
+                    continue
+                run = forest.run_of[entry]
+                plan = self.subtree({run: forest.members[run].index(entry)}, Reason.SPACE)
+                if not self._is_blocked(search, plan):
+                    return plan
+            search.barren.add(slab.number)
+        return None
+
     def _plan_any_window(self, search: Search, size_class: SizeClass) -> Plan | None:
         """The last resort: a window anywhere. A cold family may have slots elsewhere than at its home."""
+        if len(search.hopeless) >= windows_tried_max:
+            return None
         for home in self._slots.slabs():
             plan = self._plan_window(search, home, size_class)
             if plan is not None:

@@ -231,6 +231,7 @@ class World:
         """The process is dead: its hazards count no more."""
         self.hazards[client] = set()
         self.do(ev.ClientGone(client))
+        self.again()
         del self.hazards[client]
 
     def reserve(

@@ -148,7 +148,7 @@ def test_pending_is_by_member() -> None:
         ({"members": (Member(0, 64), Member(0, 64))}, "each once"),
         ({"members": (Member(0, 64),), "family_members": 0}, "family of 0 members"),
         ({"members": (Member(0, 64),), "family_members": 129}, "1 … 128"),
-        ({"namespace": limits.namespaces_max}, "namespace 4096 is not known"),
+        ({"namespace": limits.namespaces_max + 1}, "namespace 4097 is not known"),
         ({"size": 17 * MIB}, "does not fit the largest segment"),
         ({"keys": chain("a", limits.batch_items_max + 1)}, "at most 4096 go at once: split it"),
     ],
@@ -297,4 +297,4 @@ def test_events_of_clients_that_are_not_there_stop_the_daemon() -> None:
         core.step(1, ev.ClientAttached(0, 1, "a", True))
     with pytest.raises(InvariantError, match="the table knows a family 3"):
         core.step(1, event._replace(entries=array("I", [3])))
-    assert core.step(1, ev.ClientGone(7)) == [], "it may have gone before it was attached"
+    assert core.step(1, ev.ClientGone(7)) == [ev.Gone(7)], "it may have gone before it was attached"
