@@ -197,6 +197,8 @@ class ClientsConfig(_Section):
     """recency records that a client can leave between two looks of the daemon; a power of two"""
     leased_max: Annotated[Literal["none"] | Amount, BeforeValidator(_none_or_amount)] = Amount(share=0.5)
     """bytes that one client may hold leases on, in bytes or as a share of the pool; none: no limit"""
+    reserved_max: ShareOrSize = Amount(share=0.5)
+    """bytes that one client may be writing at once (reserved, not published yet), or a share of the pool"""
     leased_over: Literal["report", "refuse", "disconnect"] = "report"
     """who holds more: report it, refuse its reservations, or disconnect and kill it"""
 
@@ -404,6 +406,7 @@ class Sizes:
     families_max: int
     records_max: int
     leased_bytes_max: int | None
+    reserved_bytes_max: int
     memory_bytes: int  # what shares are of: the machine or its cgroup
     memory_source: str
 
@@ -437,6 +440,7 @@ def resolve(config: Config, memory_bytes: int, memory_source: str) -> Sizes:
         families_max=families_max,
         records_max=2 * families_max if pool.records_max == "auto" else pool.records_max,
         leased_bytes_max=None if isinstance(leased, str) else leased.of(pool_bytes),
+        reserved_bytes_max=max(1, config.clients.reserved_max.of(pool_bytes)),
         memory_bytes=memory_bytes,
         memory_source=memory_source,
     )

@@ -15,6 +15,7 @@ identity_bytes = 32
 members_per_family_max = 128  # present bits in an index entry
 families_max = 1 << 28  # entry numbers are 32 bits in a hazard word; buckets stay below 4 GiB
 namespaces_max = 4096
+namespaces_per_process_max = 1024  # that one process may bring up
 manifest_bytes_max = 64 * KIB
 
 # Pool
@@ -29,12 +30,10 @@ size_classes_max = 4096
 # Clients
 clients_max = 1024
 hazards_per_client_max = 1 << 24
-ring_bytes_min = 64 * KIB
+ring_bytes_min = 512 * KIB  # a frame takes half of a ring at most, and the largest batch must fit
 ring_bytes_max = 64 * MIB
 batch_items_max = 4096  # families × members of one ring message
-match_keys_max = 1 << 20
 touch_ring_records = 4096
-request_id_bytes_max = 256
 
 # Control protocol
 frame_bytes_max = 4 * MIB
@@ -50,5 +49,6 @@ if not frame_bytes % page_bytes == 0 or not page_bytes % slot_align_bytes == 0:
     raise AssertionError("frames hold whole pages, pages hold whole slots")
 if not families_max < 1 << 32:
     raise AssertionError("an entry number and the free mark fit 32 bits")
-if not batch_items_max * 64 <= ring_bytes_max:
-    raise AssertionError("the largest batch fits the largest ring")
+# RESERVE has 32 B an item and 32 a member before it, RESERVED 9, PUBLISH 9; the rest is heads.
+if not batch_items_max * identity_bytes + members_per_family_max * 32 + 1024 <= ring_bytes_min // 2:
+    raise AssertionError("the largest batch fits half of the smallest ring")

@@ -186,8 +186,6 @@ def _check_names(known: Known) -> None:
         raise _Dropped(f"a kept namespace cannot be read: {error.message}") from None
     if [number for number, _, _ in known.namespaces] != list(range(1, len(roots) + 1)):
         raise _Dropped("the kept namespaces are not numbered in order")
-    if [number for number, _ in known.splits] != list(range(1, len(known.splits) + 1)):
-        raise _Dropped("the kept splits are not numbered in order")
 
 
 def _living(pid: int, ticks: int) -> tuple[bool, int | None]:
@@ -304,7 +302,10 @@ def _take_over(
             os.close(segment.read_only_fd)
         raise _Dropped(f"it cannot be taken over without risk: {error}") from None
     core = Core(
-        domains.core_config(config), larger.families_max, larger.records_max, list(larger.segments_bytes)
+        domains.core_config(config, larger),
+        larger.families_max,
+        larger.records_max,
+        list(larger.segments_bytes),
     )
     domain = Domain(name, identity, larger, clock, core, table, meta_fd, made)
     _register(domain, kept.known)
@@ -339,9 +340,6 @@ def _register(domain: Domain, known: Known) -> None:
     for number, manifest, label in known.namespaces:
         if domain.register_namespace(manifest, label).number != number:
             raise InvariantError(f"namespace {number} got another number", code="restore")
-    for number, split in known.splits:
-        if domain.register_split(split) != number:
-            raise InvariantError(f"split {number} got another number", code="restore")
 
 
 def _names(identity: ProcessIdentity, known: Known | None) -> Names:
@@ -349,8 +347,6 @@ def _names(identity: ProcessIdentity, known: Known | None) -> Names:
     if known is not None:
         for number, manifest, label in known.namespaces:
             names.add_namespace(number, manifest, label)
-        for number, split in known.splits:
-            names.add_split(number, split)
     return names
 
 

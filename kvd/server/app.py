@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import signal
 import socket
 import threading
@@ -47,6 +48,7 @@ TICK_S: Final = 1.0
 TICK_LATE_S: Final = 5.0
 POPULATION_LATE_S: Final = 60.0  # the first huge pages of a full machine take that long
 VERIFY_LATE_S: Final = 30.0
+DESCRIPTORS_OWN: Final = 64  # loop, logs, META, names, keeper, metrics and those who scrape
 EXIT_OK: Final = 0
 EXIT_BROKEN: Final = 70
 EXIT_STOP_TIMEOUT: Final = 75
@@ -348,6 +350,13 @@ def _calm_collector() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
+def descriptors_wanted(config: Config, sizes: Sizes) -> int:
+    """Open files when all clients are there, after a restart with as many that are still waited for."""
+    connections = config.clients.max + control.CONNECTIONS_SPARE
+    clients = config.clients.max * 3  # region, wake socket; region of one of before
+    return DESCRIPTORS_OWN + 2 * connections + clients + 2 * len(sizes.segments_bytes)
+
+
 def check_host(config: Config, sizes: Sizes) -> None:
     """What the machine must offer for this configuration. Raises ConfigError or CapacityError with the numbers."""
     if config.pool.lock == "yes":
@@ -358,6 +367,15 @@ def check_host(config: Config, sizes: Sizes) -> None:
                 "it (systemd: LimitMEMLOCK=infinity; shell: ulimit -l unlimited), or set pool.lock = \"auto\"",
                 code="memlock", key="pool.lock", limit_bytes=limit.soft_bytes, size_bytes=sizes.pool_bytes,
             )  # fmt: skip
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = descriptors_wanted(config, sizes)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        raise ConfigError(
+            f"clients.max = {config.clients.max} and {len(sizes.segments_bytes)} segments need {wanted} descriptors, "
+            f"the process may have {soft}; raise the hard limit (systemd: LimitNOFILE=, shell: ulimit -Hn), or lower "
+            "clients.max",
+            code="descriptors", key="clients.max", value=str(config.clients.max), limit=soft, wanted=wanted,
+        )  # fmt: skip
     if config.pool.backing == "posix":
         free_bytes = memory.file_system_free_bytes()
         if free_bytes is None or free_bytes < sizes.pool_bytes:

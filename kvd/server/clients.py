@@ -3,12 +3,13 @@
 Owns the slots, the regions and the descriptors of all clients; event-loop thread only.
 
     (free) --attach--> ATTACHED --detach, nothing held--> (free)
-                          |  \\--detach, leases held--> DISCONNECTED
+                          |  \\--detach, leases or reservations held--> DISCONNECTED
                           |--EOF, hostile ring-------> DISCONNECTED
                           '--process gone (pidfd)--> (free) <--process gone-- DISCONNECTED
 
 Invariant: what a client holds or fills is given back only when it can no longer be used: its process is gone, or it
-detached in order and holds nothing. A disconnected client that lives keeps its slot; no timer ends that.
+detached in order and holds nothing. A disconnected client that lives keeps its slot; no timer ends that. What was in
+its ring when it left is handled first, in turns; what it pushes afterwards is not.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final
+from functools import partial
+from typing import Final, NamedTuple
 
 from kvd.config import Config
 from kvd.core import events as ev
-from kvd.errors import CapacityError, KvdError, ProtocolError, UsageError
+from kvd.errors import CapacityError, KvdError, ProtocolError, Retry, UsageError
 from kvd.server import logs
 from kvd.server.adoption import client_name
 from kvd.server.domain import Domain
@@ -44,6 +46,13 @@ class State(StrEnum):
     ATTACHED = "attached"
     DISCONNECTED = "disconnected"
     GONE = "gone"
+
+
+class Held(NamedTuple):
+    """What a client that leaves still has."""
+
+    leases: int
+    items: int  # reserved, neither published nor given back
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +80,7 @@ class Client:
     retry: asyncio.TimerHandle | None = None
     retry_s: float = 0.0
     draining: bool = False  # a continuation is scheduled
+    leaving: list[Callable[[], None]] | None = None  # done when the rest of its ring is handled
     leases: int = 0  # as of the last look
     leased_bytes: int = 0
     leased_ns: int = 0
@@ -100,7 +110,7 @@ class Clients:
         self._keep = keep if keep is not None else Nobody()
         self.by_slot: dict[int, Client] = {}
         self.drain: Callable[[Client], None] = _nothing
-        self.drain_all: Callable[[Client], None] = _nothing
+        self.drain_rest: Callable[[Client], None] = _nothing  # calls what is in `leaving` in the end
         self.on_gone: Callable[[Client], None] = _nothing  # its region can still be read
         self.disconnects = 0
         self.protocol_errors = 0
@@ -119,20 +129,14 @@ class Clients:
         if peer.pidfd is None or peer.exited():
             raise UsageError("the process that connected is gone already", code="gone", pid=peer.pid)
         slot = self._free[-1]
-        fd = segments.create(f"kvd-client-{slot}")
         try:
-            region = _native.Region(
-                fd, slot=slot, epoch=self._domain.identity.epoch, sq_bytes=self._config.sq_size,
-                cq_bytes=self._config.cq_size, touch_records=self._config.touch_records,
-                hazards_max=self._config.hazards_max,
-            )  # fmt: skip
-            # Before it can hold anything: the next daemon must see what it holds.
-            self._keep.store(client_name(self._next_id), fd)
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        except BaseException:
-            os.close(fd)
-            raise
-        ours.setblocking(False)
+            region, fd, ours, theirs = self._make(slot)
+        except OSError as error:
+            raise CapacityError(
+                f"the daemon has no descriptors or memory for another client ({error.strerror}); end some, or raise "
+                "its limits (LimitNOFILE)",
+                code="attach", errno=error.errno or 0, retry=Retry.AFTER,
+            ) from error  # fmt: skip
         now_ns = self._domain.clock.now_ns()
         client = Client(slot, self._next_id, name, peer, writable, region, fd, ours, now_ns)
         self._next_id += 1
@@ -147,25 +151,64 @@ class Clients:
         logs.audit("attached", uid=peer.uid, pid=peer.pid, slot=slot, client=name, writable=writable)
         return client, [self._domain.meta_fd, fd, theirs.fileno(), *pool_fds], theirs
 
-    def detach(self, client: Client) -> int:
-        """Leave in order. Returns the leases still held: 0 frees the slot, else the client counts until it exits."""
-        if not client.attached:
+    def _make(self, slot: int) -> tuple[_native.Region, int, socket.socket, socket.socket]:
+        fd = segments.create(f"kvd-client-{slot}")
+        try:
+            region = _native.Region(
+                fd, slot=slot, epoch=self._domain.identity.epoch, sq_bytes=self._config.sq_size,
+                cq_bytes=self._config.cq_size, touch_records=self._config.touch_records,
+                hazards_max=self._config.hazards_max,
+            )  # fmt: skip
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        except BaseException:
+            os.close(fd)
+            raise
+        ours.setblocking(False)
+        # Before it can hold anything: the next daemon must see what it holds.
+        self._keep.store(client_name(self._next_id), fd)
+        return region, fd, ours, theirs
+
+    def detach(self, client: Client, done: Callable[[Held | ProtocolError], None]) -> None:
+        """Leave in order. `done` gets what is still held: nothing frees the slot, else it is taken until the exit.
+
+        A slot that is being written counts as held: a view of it may be alive.
+        """
+        if not client.attached or client.leaving is not None:
             raise UsageError("this client is not attached", code="detached")
-        self.drain_all(client)
+        self._when_drained(client, partial(self._detach_drained, client, done))
+
+    def _detach_drained(self, client: Client, done: Callable[[Held | ProtocolError], None]) -> None:
         if not client.attached:
-            raise ProtocolError("what was left in the ring cannot be right", code="ring")
-        leases, _ = self._domain.table.held(client.slot)
-        if leases == 0:
+            done(ProtocolError("what was left in the ring cannot be right", code="ring"))
+            return
+        client.on_disconnect = None  # the connection goes on: it has to carry the answer
+        held = Held(self._domain.table.held(client.slot)[0], self._domain.core.live_items(client.slot))
+        if held == Held(0, 0):
             self._forget(client)
         else:
-            self.disconnect(client, None)
-        return leases
+            self._disconnect(client, None)
+        done(held)
 
     def disconnect(self, client: Client, error: KvdError | None) -> None:
-        """Stop serving a client that lives (or may): its leases and reservations stay until its process is gone."""
-        if client.attached and error is None:
-            # The sockets of a dying process close before its pidfd tells: what it pushed until then counts.
-            self.drain_all(client)
+        """Stop serving a client that lives (or may): its leases and reservations stay until its process is gone.
+
+        Without an error, what it has pushed until now counts: sockets of a dying process close before its pidfd tells.
+        """
+        if not client.attached:
+            return
+        if error is not None:
+            self._disconnect(client, error)
+        elif client.leaving is None:
+            self._when_drained(client, partial(self._disconnect, client, None))
+
+    def _when_drained(self, client: Client, then: Callable[[], None]) -> None:
+        if client.leaving is None:
+            client.leaving = [then]
+            self.drain_rest(client)
+        else:
+            client.leaving.append(then)
+
+    def _disconnect(self, client: Client, error: KvdError | None) -> None:
         if not client.attached:
             return
         client.state, client.attached = State.DISCONNECTED, False
@@ -211,29 +254,34 @@ class Clients:
 
     def _on_exit(self, client: Client) -> None:
         """The process is gone. What it pushed before it died is valid and comes first."""
-        if client.state is State.GONE:
-            return
+        if client.peer.pidfd is not None:
+            self._loop.remove_reader(client.peer.pidfd)
         if client.attached:
-            self.drain_all(client)
-        self._forget(client)
+            self._when_drained(client, partial(self._forget, client))
+        else:
+            self._forget(client)
 
     def _forget(self, client: Client) -> None:
+        if client.state is State.GONE:
+            return
         state, client.state, client.attached = client.state, State.GONE, False
         self.on_gone(client)
         if state is State.ATTACHED:
             self._close_wake(client)
         if client.peer.pidfd is not None:
             self._loop.remove_reader(client.peer.pidfd)
-        self._domain.step(ev.ClientGone(client.slot))
-        self._domain.table.detach(client.slot)
+        if client.on_disconnect is not None and state is State.ATTACHED:
+            client.on_disconnect(None)
+        self._domain.forget(client.slot, partial(self._forgotten, client))
+
+    def _forgotten(self, client: Client) -> None:
+        """All it had reserved has come back; now its slot may be somebody else's."""
         del self.by_slot[client.slot]
         self._free.append(client.slot)
         self._keep.remove(client_name(client.client_id))
         os.close(client.region_fd)
         client.peer.close()
         _log.info("client_gone", **self._who(client))
-        if client.on_disconnect is not None and state is State.ATTACHED:
-            client.on_disconnect(None)
 
     def _close_wake(self, client: Client) -> None:
         self._loop.remove_reader(client.wake.fileno())

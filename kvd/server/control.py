@@ -24,7 +24,7 @@ from kvd.config import AccessConfig
 from kvd.errors import CapacityError, KvdError, ProtocolError, Retry, UnavailableError, UsageError
 from kvd.server import logs
 from kvd.server.admin import Admin
-from kvd.server.clients import Client, Clients
+from kvd.server.clients import Client, Clients, Held
 from kvd.server.domain import Domain
 from kvd.server.ghosts import Ghosts
 from kvd.server.peer import Peer, identify
@@ -364,10 +364,9 @@ class Control:
                 waited = self.ghosts is not None and self.ghosts.left(connection.peer, epoch, ask.slot)
                 connection.send(wire.Noted(waited), id)
             case wire.Namespace():
-                record = self._domain.register_namespace(ask.manifest, ask.label)
+                owner = (connection.peer.pid, connection.peer.start_ticks)
+                record = self._domain.register_namespace(ask.manifest, ask.label, owner)
                 connection.send(wire.Namespaced(record.number), id)
-            case wire.Split():
-                connection.send(wire.Splitted(self._domain.register_split(ask.split)), id)
             case wire.Call():
                 self._call(connection, id, ask)
             case wire.Hello():
@@ -418,10 +417,15 @@ class Control:
         client = connection.client
         if client is None:
             raise UsageError("this connection is not attached", code="detached")
-        client.on_disconnect = None
-        connection.client = None
-        leases = self.clients.detach(client)
-        connection.send(wire.Detached(leases), id)
+
+        def done(outcome: Held | ProtocolError) -> None:
+            connection.client = None
+            if isinstance(outcome, Held):
+                connection.send(wire.Detached(outcome.leases, outcome.items), id)
+            else:
+                connection.send(wire.Error.of(outcome), id)
+
+        self.clients.detach(client, done)
 
     def _disconnected(self, connection: Connection, error: KvdError | None) -> None:
         """The client was disconnected from another side (ring, death, policy): its connection ends too."""

@@ -1,4 +1,4 @@
-"""One sharing domain: META, POOL, core, namespaces, splits. Performs the core's effects on the shared tables.
+"""One sharing domain: META, POOL, core, namespaces. Performs the core's effects on the shared tables.
 
 Owns everything that one trust group may map. Called on the event-loop thread only. `step` is the one way in: it
 gives the core an event and performs what it answers, in order, and brings every result back before the next event.
@@ -8,27 +8,22 @@ here, the daemon stops.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final
-
-import msgpack
+from typing import Any
 
 from kvd import limits
 from kvd.clock import Clock
 from kvd.config import Config, Sizes
 from kvd.core import events as ev
 from kvd.core.core import Core, CoreConfig
-from kvd.errors import CapacityError, UsageError
+from kvd.errors import CapacityError
 from kvd.layout.manifest import Manifest
 from kvd.server import logs
 from kvd.server.names import Names
 from kvd.shm import _native, pool, segments
 
-SPLITS_MAX: Final = 0xFFFF
-SPLIT_BYTES_MAX: Final = 4096
 _log = logs.get("domain")
 
 
@@ -70,8 +65,12 @@ class Domain:
     segments: list[pool.Segment]
     namespaces: dict[bytes, NamespaceRecord] = field(default_factory=dict)
     namespaces_by_number: dict[int, NamespaceRecord] = field(default_factory=dict)
-    splits: dict[bytes, int] = field(default_factory=dict)
-    splits_by_number: dict[int, dict[str, Any]] = field(default_factory=dict)
+    namespaces_of: dict[tuple[int, int], int] = field(
+        default_factory=dict
+    )  # by process: how many it brought up
+    leaving: dict[int, Callable[[], None]] = field(
+        default_factory=dict
+    )  # by slot: what follows when it is given up
     names: Names | None = None  # what the next daemon over this memory must know
     # By type rather than by `match`: this is looked up for every effect of every operation.
     performers: dict[type, Callable[[Any], ev.Published | ev.Evicted | None]] = field(init=False, repr=False)
@@ -85,6 +84,7 @@ class Domain:
             ev.DoParents: lambda effect: self.table.set_parents(effect.entries, effect.parents),
             ev.DoFlags: lambda effect: self.table.set_flags(effect.entries, effect.flags),
             ev.Note: self._note,
+            ev.Gone: self._gone,
         }
 
     @property
@@ -110,6 +110,15 @@ class Domain:
             answer = self.performers[type(effect)](effect)
             if answer is not None:
                 stack.append(iter(self.core.step(now_ns, answer)))
+
+    def forget(self, slot: int, then: Callable[[], None]) -> None:
+        """A client can touch nothing any more. `then` is called, in this turn or a later one, when all is back."""
+        self.leaving[slot] = then
+        self.step(ev.ClientGone(slot))
+
+    def _gone(self, effect: ev.Gone) -> None:
+        self.table.detach(effect.client)
+        self.leaving.pop(effect.client)()
 
     def _reserve(self, effect: ev.DoReserve) -> None:
         self.table.reserve(
@@ -156,15 +165,22 @@ class Domain:
         fields = effect.fields
         if effect.event == "duplicate_differs":
             stored = self.stored_checksum(int(str(fields["entry"])), int(str(fields["member"])))
-            fields = {**fields, "stored_checksum": f"{stored:016x}"}
+            fields = {**fields, "stored_checksum": "" if stored is None else f"{stored:016x}"}
         logger(effect.event, domain=self.name, **fields)
 
-    def stored_checksum(self, entry: int, member: int) -> int:
-        """The checksum a published member carries."""
-        return next(int(m["checksum"]) for m in self.table.entry(entry)["members"] if m["member"] == member)
+    def stored_checksum(self, entry: int, member: int) -> int | None:
+        """The checksum a published member carries; None: there is no such member (any more)."""
+        members = self.table.entry(entry)["members"]
+        return next((int(row["checksum"]) for row in members if row["member"] == member), None)
 
-    def register_namespace(self, encoded: bytes, label: str) -> NamespaceRecord:
-        """The record of this manifest, new or known. Raises UsageError(encoding), CapacityError(namespaces)."""
+    def register_namespace(
+        self, encoded: bytes, label: str, owner: tuple[int, int] | None = None
+    ) -> NamespaceRecord:
+        """The record of this manifest, new or known. Raises UsageError(encoding), CapacityError(namespaces).
+
+        `owner` is the process that asks (pid, start ticks): numbers are given out for ever, and one process gets no
+        more than its share. None: nobody's.
+        """
         manifest = Manifest.decode(encoded)
         known = self.namespaces.get(manifest.root)
         if known is not None:
@@ -176,6 +192,15 @@ class Domain:
                 "forget them",
                 code="namespaces", namespaces_max=limits.namespaces_max,
             )  # fmt: skip
+        if owner is not None:
+            owned_count = self.namespaces_of.get(owner, 0)
+            if owned_count >= limits.namespaces_per_process_max:
+                raise CapacityError(
+                    f"process {owner[0]} brought up {owned_count} namespaces, as many as one may: namespaces are for "
+                    "models and tenants, not for requests",
+                    code="namespaces", namespaces_max=limits.namespaces_per_process_max,
+                )  # fmt: skip
+            self.namespaces_of[owner] = owned_count + 1
         if self.names is not None:
             self.names.add_namespace(number, encoded, label)
         fields = manifest.fields()
@@ -184,28 +209,6 @@ class Domain:
         self.namespaces_by_number[number] = record
         return record
 
-    def register_split(self, split: dict[str, Any]) -> int:
-        """The number of this split, the same for equal maps in any order. Raises UsageError, CapacityError."""
-        canonical = msgpack.packb(_sorted(split), use_bin_type=True)
-        if len(canonical) > SPLIT_BYTES_MAX:
-            raise UsageError(
-                f"a split of {len(canonical)} B: at most {SPLIT_BYTES_MAX}",
-                code="split",
-                size_bytes=len(canonical),
-            )
-        digest = hashlib.sha256(canonical).digest()
-        known = self.splits.get(digest)
-        if known is not None:
-            return known
-        number = len(self.splits) + 1
-        if number > SPLITS_MAX:
-            raise CapacityError(f"domain {self.name!r} has {SPLITS_MAX} splits already", code="splits")
-        if self.names is not None:
-            self.names.add_split(number, split)
-        self.splits[digest] = number
-        self.splits_by_number[number] = split
-        return number
-
     def close(self) -> None:
         """Remove named memory. The mappings go with the process."""
         for segment in self.segments:
@@ -213,19 +216,14 @@ class Domain:
                 segments.unlink_named(segment.name)
 
 
-def _sorted(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _sorted(value[key]) for key in sorted(value)}
-    return [_sorted(item) for item in value] if isinstance(value, list) else value
-
-
-def core_config(config: Config) -> CoreConfig:
+def core_config(config: Config, sizes: Sizes) -> CoreConfig:
     """What the operator chose, in the core's words."""
     return CoreConfig(
         policy=config.eviction.policy,
         protected_share=config.eviction.protected_share,
         hard_pin_share=config.eviction.pinned_share,
         strict_duplicates=config.objects.strict_duplicates,
+        client_reserved_bytes_max=sizes.reserved_bytes_max,
         answers_early=True,
     )
 
@@ -274,5 +272,5 @@ def create(
         posix_name = posix_names[number] if posix_names else ""
         made.append(pool.create_segment(number, size_bytes, hugetlb=hugetlb, posix_name=posix_name))
     table, meta_fd = make_table(sizes, identity, made, config.clients.max)
-    core = Core(core_config(config), sizes.families_max, sizes.records_max, list(sizes.segments_bytes))
+    core = Core(core_config(config, sizes), sizes.families_max, sizes.records_max, list(sizes.segments_bytes))
     return Domain(name, identity, sizes, clock, core, table, meta_fd, made)

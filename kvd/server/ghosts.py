@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from typing import Final
 
-from kvd.core import events as ev
 from kvd.server import logs
 from kvd.server.adoption import Ghost, client_name
 from kvd.server.domain import Domain
@@ -86,8 +86,9 @@ class Ghosts:
         if ghost.pidfd is not None:
             self._loop.remove_reader(ghost.pidfd)
             os.close(ghost.pidfd)
-        self._domain.step(ev.ClientGone(ghost.slot))
-        self._domain.table.detach(ghost.slot)
+        self._domain.forget(ghost.slot, partial(self._forgotten, ghost, why))
+
+    def _forgotten(self, ghost: Ghost, why: str) -> None:
         self._keep.remove(client_name(ghost.client_id))
         os.close(ghost.fd)
         _log.info(

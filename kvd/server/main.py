@@ -79,7 +79,10 @@ def serve(config: ConfigOption = None) -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        code = daemon.run(loaded, sized(loaded), os.environ, uvloop.new_event_loop)
+        try:
+            code = daemon.run(loaded, sized(loaded), os.environ, uvloop.new_event_loop)
+        finally:
+            logs.drain()
     except KvdError as error:
         raise _fail(error) from None
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What META does not say and a later daemon must know: namespaces and splits by their numbers, layout version, boot.
+"""What META does not say and a later daemon must know: namespaces by their numbers, layout version, boot.
 
 Owns one memory file of records that are only ever appended: `u32 payload_bytes, u32 crc32, payload (msgpack)`. The
 first is the header. A daemon that died while it appended leaves a last record that does not check out and is
@@ -36,7 +36,6 @@ class Known:
     boot_id: bytes
     version: str
     namespaces: list[tuple[int, bytes, str]] = field(default_factory=list)  # number, manifest, label
-    splits: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
 
 class Names:
@@ -51,10 +50,6 @@ class Names:
     def add_namespace(self, number: int, manifest: bytes, label: str) -> None:
         """Before its number is told to anybody. Raises CapacityError."""
         self._append({"n": number, "m": manifest, "l": label})
-
-    def add_split(self, number: int, split: dict[str, Any]) -> None:
-        """Before its number is told to anybody. Raises CapacityError."""
-        self._append({"s": number, "v": split})
 
     def _append(self, record: dict[str, Any]) -> None:
         payload = msgpack.packb(record, use_bin_type=True)
@@ -81,8 +76,6 @@ def read(fd: int) -> Known:
         for record in rest:
             if "n" in record:
                 known.namespaces.append((int(record["n"]), bytes(record["m"]), str(record["l"])))
-            elif "s" in record:
-                known.splits.append((int(record["s"]), dict(record["v"])))
     except (KeyError, TypeError, ValueError):
         raise CompatibilityError("the kept list of names cannot be read", code="names") from None
     return known

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kvd.config import Config, format_size
 from kvd.errors import InvariantError
 from kvd.probe import process
+from kvd.server import logs
 from kvd.server.blockers import Blockers
 from kvd.server.clients import Client, Clients
 from kvd.server.domain import Domain
@@ -223,6 +224,7 @@ class Report:
             "answers_deferred": self._runner.replies_deferred,
             "lease_limit_refusals": self._runner.lease_refusals,
             "task_restarts": self._supervisor.restarts,
+            "log_lines_dropped": logs.dropped_count(),
             **self._verifier.counters,
             **(self.events.counters if self.events is not None else {}),
         }

@@ -28,6 +28,7 @@ from kvd.shm.messages import Cq, Sq
 
 TURN_NS: Final = 1_000_000
 POP_FRAMES: Final = 16
+FRAMES_ALL: Final = 0xFFFFFFFF  # more than any ring holds
 TOUCHES_MAX: Final = 1024  # of one look at one client; the newest count, the ring is lossy anyway
 TOUCHES_AGE_NS: Final = 1_000_000
 LEASES_AGE_NS: Final = 10_000_000
@@ -82,29 +83,40 @@ class Runner:
             }
         )
         clients.drain = self.drain
-        clients.drain_all = self.drain_all
+        clients.drain_rest = self.drain_rest
 
     # --- turns
 
     def drain(self, client: Client) -> None:
         """Serve a client that woke the daemon until its ring is empty or its turn is over."""
-        if client.attached and not client.draining:
+        if client.attached and not client.draining and client.leaving is None:
             self._guarded(self._turn, client)
 
-    def drain_all(self, client: Client) -> None:
-        """Handle everything that is in the ring now (the client leaves); bounded by the ring's size."""
-        while client.attached and (client.inbox or self._fetch(client)):
+    def drain_rest(self, client: Client) -> None:
+        """Handle what is in the ring now (the client leaves), in turns, and nothing that is pushed later."""
+        self._fetch(client, FRAMES_ALL)
+        self._rest(client)
+
+    def _rest(self, client: Client) -> None:
+        end_ns = self._domain.clock.now_ns() + TURN_NS
+        while client.attached and client.inbox:
             client.replies.clear()
             self._handle(client, client.inbox.popleft())
-        self._touches_of(client)
+            if client.inbox and self._domain.clock.now_ns() > end_ns:
+                self._loop.call_soon(self._guarded, self._rest, client)
+                return
+        if client.attached:
+            self._touches_of(client)
+        for then in client.leaving or ():
+            then()
 
     def _turn(self, client: Client) -> None:
         client.draining = False
-        if not client.attached or not self._flush(client):
+        if not client.attached or client.leaving is not None or not self._flush(client):
             return
         client.region.awake()
         end_ns = self._domain.clock.now_ns() + TURN_NS
-        while client.attached and not client.replies:
+        while client.attached and client.leaving is None and not client.replies:
             if client.inbox or self._fetch(client):
                 self._handle(client, client.inbox.popleft())
                 if self._domain.clock.now_ns() > end_ns:
@@ -115,10 +127,10 @@ class Runner:
                 break
         self._touches_of(client)
 
-    def _fetch(self, client: Client) -> bool:
+    def _fetch(self, client: Client, frames_max: int = POP_FRAMES) -> bool:
         """Take frames from the ring into the inbox. False when there are none, or the ring is hostile."""
         try:
-            client.inbox.extend(client.region.pop(POP_FRAMES))
+            client.inbox.extend(client.region.pop(frames_max))
         except ValueError as error:
             self._clients.disconnect(client, ProtocolError(f"hostile ring: {error}", code="ring"))
         return bool(client.inbox)
@@ -257,6 +269,8 @@ class Runner:
                 self._clients.wake(client)
             if pushed:
                 return
+        if client.leaving is not None:
+            return  # nobody reads it any more, and what is left of the ring does not wait for it
         client.replies.append((kind, op, payload))
         self.replies_deferred += 1
         self._retry_later(client)
@@ -287,7 +301,7 @@ class Runner:
         return True
 
     def _retry_later(self, client: Client) -> None:
-        if client.retry is None and client.attached:
+        if client.retry is None and client.attached and client.leaving is None:
             client.retry_s = min(max(2 * client.retry_s, RETRY_MIN_S), RETRY_MAX_S)
             client.retry = self._loop.call_later(client.retry_s, self._retry, client)
 

@@ -220,17 +220,18 @@ class Segments(Body):
 
 @dataclass(frozen=True, slots=True)
 class Detach(Body):
-    """Leave in order. With leases still held the client counts until its process ends."""
+    """Leave in order. With leases or reservations still held the client counts until its process ends."""
 
     type: ClassVar[str] = "detach"
 
 
 @dataclass(frozen=True, slots=True)
 class Detached(Body):
-    """How many leases the client still holds."""
+    """What the client still holds: leases, and items that it reserved and neither published nor gave back."""
 
     type: ClassVar[str] = "detached"
     leases: int
+    items: int
 
     @classmethod
     def _checked(cls, key: str, value: object) -> object:
@@ -292,30 +293,6 @@ class Namespaced(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Split(Body):
-    """Register how the families of a writer are split (groups, tp, pp, ...)."""
-
-    type: ClassVar[str] = "split"
-    split: dict[str, Any]
-
-    @classmethod
-    def _checked(cls, key: str, value: object) -> object:
-        return _mapping(cls.type, key, value)
-
-
-@dataclass(frozen=True, slots=True)
-class Splitted(Body):
-    """The number of this split, the same for equal maps."""
-
-    type: ClassVar[str] = "splitted"
-    number: int
-
-    @classmethod
-    def _checked(cls, key: str, value: object) -> object:
-        return _number(cls.type, key, value, 0xFFFF)
-
-
-@dataclass(frozen=True, slots=True)
 class Call(Body):
     """An administrative method."""
 
@@ -368,15 +345,12 @@ class Error(Body):
         return _mapping(cls.type, key, value)
 
 
-Ask = Hello | Attach | Detach | Left | Namespace | Split | Call
-Answer = Welcome | Attached | Segments | Detached | Noted | Namespaced | Splitted | Result | Error
+Ask = Hello | Attach | Detach | Left | Namespace | Call
+Answer = Welcome | Attached | Segments | Detached | Noted | Namespaced | Result | Error
 
-_ASKS: Final[dict[str, type[Ask]]] = {
-    cls.type: cls for cls in (Hello, Attach, Detach, Left, Namespace, Split, Call)
-}
+_ASKS: Final[dict[str, type[Ask]]] = {cls.type: cls for cls in (Hello, Attach, Detach, Left, Namespace, Call)}
 _ANSWERS: Final[dict[str, type[Answer]]] = {
-    cls.type: cls
-    for cls in (Welcome, Attached, Segments, Detached, Noted, Namespaced, Splitted, Result, Error)
+    cls.type: cls for cls in (Welcome, Attached, Segments, Detached, Noted, Namespaced, Result, Error)
 }
 
 

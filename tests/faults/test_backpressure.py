@@ -105,7 +105,7 @@ def test_a_client_that_floods_its_ring_costs_the_others_a_turn(daemon: Any, caps
 
 def test_a_client_that_takes_no_answers_is_not_answered(daemon: Any, capsys: Any) -> None:
     """Its asks wait in its own ring; the daemon keeps at most one turn of answers. Shown by `answers_waiting`."""
-    running = daemon(clients={"cq_size": 65536})
+    running = daemon(clients={"cq_size": 524288})
     before = running.call("status")["private_bytes"]
 
     def look(row: Any) -> None:

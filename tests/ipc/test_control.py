@@ -200,7 +200,7 @@ def test_slots_are_bounded_and_come_back(daemon):
     kvd.connect(one.socket).close()
 
 
-def test_namespaces_and_splits_have_one_number(daemon):
+def test_a_namespace_has_one_number(daemon):
     one = daemon()
     control = one.admin()
     manifest = kvd.Manifest(**MANIFEST).encode()
@@ -208,11 +208,6 @@ def test_namespaces_and_splits_have_one_number(daemon):
         control.request(wire.Namespace(manifest, "a"), wire.Namespaced, deadline_s=5).number for _ in range(3)
     }
     assert len(numbers) == 1
-    splits = [{"tp": 2, "pp": 1}, {"pp": 1, "tp": 2}, {"tp": 4, "pp": 1}]
-    first, second, third = (
-        control.request(wire.Split(s), wire.Splitted, deadline_s=5).number for s in splits
-    )
-    assert first == second != third
     with pytest.raises(UsageError):
         control.request(wire.Namespace(b"nonsense"), wire.Namespaced, deadline_s=5)
     control.close()

@@ -23,7 +23,7 @@ def _omit_drain() -> None:
     for name in ("_on_exit", "disconnect"):
 
         def without(self, *args, take=getattr(Clients, name)):
-            self.drain_all = lambda _client: None
+            self.drain_rest = lambda client: [then() for then in client.leaving]
             take(self, *args)
 
         setattr(Clients, name, without)
@@ -37,7 +37,9 @@ def _omit_reclaim() -> None:
     step = Domain.step
 
     def without(self, event):
-        if not isinstance(event, events.ClientGone):
+        if isinstance(event, events.ClientGone):
+            self.performers[events.Gone](events.Gone(event.client))
+        else:
             step(self, event)
 
     Domain.step = without

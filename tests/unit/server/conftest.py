@@ -1,13 +1,14 @@
 """One domain, its clients and their runner in this process: real memory and rings, no socket, no daemon."""
 
 import asyncio
+import contextlib
 import os
 import socket
 from array import array
 
 import pytest
 
-from kvd.config import ClientsConfig, Config, PoolConfig, resolve
+from kvd.config import ClientsConfig, Config, ObjectsConfig, PoolConfig, resolve
 from kvd.core import events as ev
 from kvd.layout.manifest import Manifest
 from kvd.server import domain as domains
@@ -37,6 +38,11 @@ class Attached:
         self.ops += 1
         assert self.native.submit(kind, self.ops, payload), "the ring of asks is full"
         return self.ops
+
+    def submit_or_not(self, kind):
+        """Push an empty ask, if the ring (whose words may be anything) takes it."""
+        with contextlib.suppress(ValueError, RuntimeError):
+            self.native.submit(kind, 1, b"")
 
     def ask(self, kind, payload):
         """Submit, let the daemon run, take the one answer: (kind, payload)."""
@@ -82,9 +88,13 @@ class Attached:
 class World:
     """A domain without a daemon around it."""
 
-    def __init__(self, loop, pool, clients):
+    def __init__(self, loop, pool, clients, objects):
         self.loop = loop
-        config = Config(pool=PoolConfig(size="8MiB", **pool), clients=ClientsConfig(**{"max": 4, **clients}))
+        config = Config(
+            pool=PoolConfig(size="8MiB", **pool),
+            clients=ClientsConfig(**{"max": 4, **clients}),
+            objects=ObjectsConfig(**objects),
+        )
         sizes = resolve(config, 1 << 30, "the test")
         identity = domains.ProcessIdentity(bytes(16), os.getpid(), 1, 77, 1234567)
         self.failures = []
@@ -100,6 +110,14 @@ class World:
 
     def guard(self, call, *args):
         call(*args)
+
+    def turns(self, going_on):
+        """Let the loop turn while this is so."""
+        for _ in range(100_000):
+            if not going_on():
+                return
+            self.loop.run_until_complete(asyncio.sleep(0))
+        raise AssertionError("it does not end")
 
     def serve(self, *attached):
         """The daemon takes what these clients pushed, in as many turns as it likes."""
@@ -130,8 +148,8 @@ def world():
     loop = asyncio.new_event_loop()
     made = []
 
-    def make(pool=None, clients=None):
-        made.append(World(loop, pool or {}, clients or {}))
+    def make(pool=None, clients=None, objects=None):
+        made.append(World(loop, pool or {}, clients or {}, objects or {}))
         return made[-1]
 
     yield make

@@ -1,17 +1,35 @@
 """The life of a client. The peer is this very process, so that death is played by calling what the pidfd would call."""
 
 import contextlib
+import errno
+from array import array
 
 import pytest
 
+from kvd import limits
+from kvd.core import publishing
 from kvd.errors import CapacityError, ProtocolError
-from kvd.server.clients import State
+from kvd.layout.manifest import Manifest
+from kvd.server import clients as clients_module
+from kvd.server import runner as runners
+from kvd.server.clients import Held, State
+from kvd.shm import messages
 from kvd.shm.messages import Published, Sq
 
 
 def gone(world, one):
     """What happens when the process is gone."""
     world.clients._on_exit(one.client)
+
+
+def detach(world, one):
+    """Detach and let the loop turn until it is answered."""
+    answers = []
+    world.clients.detach(one.client, answers.append)
+    world.turns(lambda: not answers)
+    if isinstance(answers[0], ProtocolError):
+        raise answers[0]
+    return answers[0]
 
 
 def test_slots_run_out_by_name_and_come_back(world):
@@ -21,18 +39,32 @@ def test_slots_run_out_by_name_and_come_back(world):
         here.attach()
     assert caught.value.code == "KVD-CAPACITY-CLIENTS"
     first.native.close()
-    assert here.clients.detach(first.client) == 0
+    assert detach(here, first) == Held(0, 0)
     assert here.attach().client.slot == first.client.slot
 
 
-def test_detach_gives_reservations_back(world, keys):
+def test_detach_with_reservations_keeps_them(world, keys):
+    """Given back at detach, a writable view that lives would point into somebody else's object."""
     here = world()
-    one = here.attach()
+    one, other = here.attach(), here.attach()
     one.reserve(keys(3))
-    assert here.domain.core.statistics()["pool"]["reserved_bytes"] > 0
-    here.clients.detach(one.client)
+    assert detach(here, one) == Held(0, 3)
+    assert one.client.state is State.DISCONNECTED
+    assert here.domain.core.statistics()["pool"]["reserved_bytes"] == 3 * 4096
+    assert other.store(keys(3)) == [Published.PUBLISHED] * 3
+    gone(here, one)
     assert here.domain.core.statistics()["pool"]["reserved_bytes"] == 0
     assert one.client.state is State.GONE
+
+
+def test_detach_after_the_last_abort_frees_the_slot(world, keys):
+    here = world()
+    one = here.attach()
+    reservation, _, _ = one.reserve(keys(3))
+    one.submit(Sq.ABORT, messages.pack_abort(reservation, 0, 3))
+    assert detach(here, one) == Held(0, 0)
+    assert one.client.state is State.GONE
+    assert here.domain.core.statistics()["pool"]["reserved_bytes"] == 0
 
 
 def test_detach_with_leases_keeps_them(world, keys):
@@ -41,7 +73,7 @@ def test_detach_with_leases_keeps_them(world, keys):
     one = here.attach()
     one.store(keys(2))
     leases = one.native.acquire(b"".join(keys(2)))
-    assert here.clients.detach(one.client) == 2
+    assert detach(here, one) == Held(2, 0)
     assert one.client.state is State.DISCONNECTED
     assert here.domain.table.held(one.client.slot) == (2, 8192)
     gone(here, one)
@@ -71,10 +103,6 @@ def test_what_was_pushed_before_death_is_valid(world, keys):
     here = world()
     one, other = here.attach(), here.attach()
     reservation, _, _ = one.reserve(keys(1))
-    from array import array
-
-    from kvd.shm import messages
-
     one.submit(Sq.PUBLISH, messages.pack_publish(reservation, 0, array("Q", [7]), b"\1"))
     gone(here, one)
     assert other.native.match(keys(1)[0]) == 1
@@ -97,7 +125,7 @@ def test_a_malformed_rest_is_no_orderly_detach(world, keys):
     one.reserve(keys(1))
     one.submit(9, b"")
     with pytest.raises(ProtocolError):
-        here.clients.detach(one.client)
+        detach(here, one)
     assert here.domain.core.statistics()["pool"]["reserved_bytes"] > 0
 
 
@@ -129,3 +157,126 @@ def test_a_killed_clients_answers_are_not_sent_to_its_successor(world, keys):
     assert two.client.slot == one.client.slot
     assert two.native.poll(10) == []
     assert two.store(keys(1)) == [Published.PUBLISHED]
+
+
+def flood(world, one, count):
+    """Fill the ring with pings; returns how many."""
+    return sum(one.native.submit(Sq.PING, at, b"") != 0 for at in range(count))
+
+
+def test_a_leaving_client_that_goes_on_pushing_holds_nobody_up(world, monkeypatch):
+    """What was there when it left is handled, in turns; read to the end, a ring that is filled meanwhile has none."""
+    monkeypatch.setattr(runners, "TURN_NS", 0)
+    here = world()
+    bad = here.attach()
+    before = flood(here, bad, 300)
+    handle = here.runner._handle
+
+    def pushing(client, frame):
+        handle(client, frame)
+        flood(here, bad, 2)
+
+    monkeypatch.setattr(here.runner, "_handle", pushing)
+    here.clients.disconnect(bad.client, None)
+    assert here.runner.frames == 1, "a turn went on after its time"
+    here.turns(lambda: bad.client.attached)
+    assert here.runner.frames == before
+    assert bad.client.state is State.DISCONNECTED
+
+
+def test_a_process_that_ends_while_it_is_drained_is_forgotten_after_that(world, keys, monkeypatch):
+    monkeypatch.setattr(runners, "TURN_NS", 0)
+    here = world()
+    one = here.attach()
+    reservation, _, _ = one.reserve(keys(2))
+    flood(here, one, 10)
+    one.submit(Sq.PUBLISH, messages.pack_publish(reservation, 0, array("Q", [7] * 2), b"\1\1"))
+    here.clients.disconnect(one.client, None)
+    assert one.client.attached
+    gone(here, one)
+    assert one.client.attached, "forgotten before what it had pushed was handled"
+    here.turns(lambda: one.client.slot in here.clients.by_slot)
+    assert one.client.state is State.GONE
+    assert here.domain.core.statistics()["families"] == 2
+
+
+def test_a_slot_is_free_when_all_that_was_reserved_has_come_back(world, keys, monkeypatch):
+    """In one turn, a client with a million reserved items would stop the daemon for most of a second when it dies."""
+    monkeypatch.setattr(publishing, "gone_items_per_turn", 2)
+    here = world(clients={"max": 1})
+    one = here.attach()
+    for seed in range(3):
+        one.reserve(keys(2, seed=seed))
+    gone(here, one)
+    assert here.domain.core.live_items(one.client.slot) == 4
+    with pytest.raises(CapacityError, match="all 1 client slots"):
+        here.attach()
+    here.turns(lambda: one.client.slot in here.clients.by_slot)
+    assert here.domain.core.statistics()["pool"]["reserved_bytes"] == 0
+    assert here.attach().store(keys(2)) == [Published.PUBLISHED] * 2
+
+
+def test_attach_without_descriptors_is_a_capacity_error(world, monkeypatch):
+    """Untranslated, it was an exception of the loop, which ends the daemon."""
+    here = world()
+    good = here.attach()
+
+    def none_left(_name):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(clients_module.segments, "create", none_left)
+        with pytest.raises(CapacityError, match="Too many open files") as caught:
+            here.attach()
+    assert caught.value.code == "KVD-CAPACITY-ATTACH"
+    assert good.client.attached
+    assert here.attach().client.slot == 1
+
+
+def test_one_client_gets_its_share_of_what_is_being_written(world, keys):
+    """The whole pool could be reserved, and never published, by one client."""
+    here = world()  # 8 MiB, half of it for one
+    one, other = here.attach(), here.attach()
+    reservation, _, _ = one.reserve(keys(3), size=1 << 20)
+    with pytest.raises(CapacityError, match=r"clients\.reserved_max") as caught:
+        one.reserve(keys(2, seed=1), size=1 << 20)
+    assert caught.value.code == "KVD-CAPACITY-RESERVED"
+    assert other.store(keys(3, seed=2), size=1 << 20) == [Published.PUBLISHED] * 3
+    one.publish(reservation, 3)
+    assert one.store(keys(2, seed=1), size=1 << 20) == [Published.PUBLISHED] * 2
+
+
+def test_one_process_gets_its_share_of_namespaces(world):
+    here = world()
+    manifest = {"model": "m", "revision": "r", "dtype": "bfloat16", "fixed": "*", "salt": ""}
+
+    def register(number, owner):
+        encoded = Manifest(**manifest, tenant=f"t{number}").encode()
+        return here.domain.register_namespace(encoded, "", owner).number
+
+    for number in range(limits.namespaces_per_process_max):
+        register(number, (1, 1))
+    with pytest.raises(CapacityError, match="brought up 1024 namespaces"):
+        register(limits.namespaces_per_process_max, (1, 1))
+    assert register(5, (1, 1)), "what is known is no new one"
+    assert register(limits.namespaces_per_process_max, (1, 2))
+
+
+def test_the_last_namespace_number_can_be_used(world, keys):
+    """It was registered and then, at the first reservation, not known."""
+    here = world()
+    manifest = {"model": "m", "revision": "r", "dtype": "bfloat16", "fixed": "*", "salt": ""}
+    number = 0
+    while number < limits.namespaces_max:
+        encoded = Manifest(**manifest, tenant=f"t{number}").encode()
+        number = here.domain.register_namespace(encoded, "").number
+    assert here.attach().store(keys(1), namespace=number) == [Published.PUBLISHED]
+
+
+def test_strict_mode_and_another_split_leave_the_daemon_alive(world, keys):
+    """A member that the family does not have differs from nothing; looked for all the same, it ended the daemon."""
+    here = world(objects={"strict_duplicates": True})
+    one = here.attach()
+    assert one.store(keys(1), members=2) == [Published.PUBLISHED] * 2
+    assert one.store(keys(1), members=4) == [Published.GONE] * 2 + [Published.PRESENT] * 2
+    assert one.client.attached

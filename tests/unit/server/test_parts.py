@@ -3,14 +3,15 @@
 import asyncio
 import json
 import os
+import resource
 import socket
 
 import pytest
 
-from kvd.config import Config, PoolConfig, ServerConfig
+from kvd.config import ClientsConfig, Config, PoolConfig, ServerConfig, resolve
 from kvd.errors import CapacityError, ConfigError, InvariantError, UnavailableError, UsageError
 from kvd.probe import numa
-from kvd.server import logs, metrics, named, notify
+from kvd.server import app, logs, metrics, named, notify
 from kvd.server.peer import boot_id, identify, start_ticks
 from kvd.server.population import Population
 from kvd.server.supervise import Supervisor
@@ -373,6 +374,28 @@ async def test_lazy_population_serves_at_once():
 # --- logs
 
 
+def test_a_log_reader_that_does_not_read_holds_nobody_up(monkeypatch):
+    """Written where it is said, the line that no longer fits the pipe would stop the whole daemon."""
+    monkeypatch.setattr(logs, "LINES_MAX", 64)
+    read_fd, write_fd = os.pipe()
+    with open(write_fd, "w") as stream, open(read_fd) as reader:
+        logs.configure("json", "info", stream)
+        log = logs.get("x")
+        said = 0
+        while not logs.dropped_count():
+            log.info("line", number=said, filler="x" * 500)
+            said += 1
+            assert said < 100_000
+        rows = [json.loads(reader.readline())]
+        while rows[-1]["event"] != "log_lines_dropped":
+            rows.append(json.loads(reader.readline()))
+        numbers = [row["number"] for row in rows[:-1]]
+        assert rows[-1]["total"] == said - len(numbers) > 0
+        assert numbers == sorted(set(numbers)), "what was not dropped is there, in order"
+        log.info("again")
+        assert json.loads(reader.readline())["event"] == "again"
+
+
 def test_json_logs_are_one_object_a_line_and_survive_a_closed_stream(capsys):
     class Broken:
         def isatty(self):
@@ -391,6 +414,7 @@ def test_json_logs_are_one_object_a_line_and_survive_a_closed_stream(capsys):
     logs.get("x").info("event", key="ab\n")
     logs.get("x").debug("unseen")
     logs.audit("pin", uid=3, pid=4, key="ff")
+    logs.drain()
     first, second = (json.loads(line) for line in stream.getvalue().splitlines())
     assert (first["event"], first["key"], first["component"], first["level"]) == (
         "event",
@@ -402,7 +426,23 @@ def test_json_logs_are_one_object_a_line_and_survive_a_closed_stream(capsys):
     logs.configure("json", "error", stream)
     logs.get("x").info("unseen")
     logs.audit("stop", uid=3, pid=4)
+    logs.drain()
     assert [json.loads(line)["event"] for line in stream.getvalue().splitlines()] == ["event", "pin", "stop"]
     logs.configure("json", "info", Broken())
     logs.get("x").error("nobody reads this")
     logs.configure("console", "warning", stream)
+
+
+def test_too_few_descriptors_for_the_clients_are_refused_at_the_start(monkeypatch):
+    """Found out when the last client attaches, it is the daemon's end or that client's; found now, it has a way out."""
+    config = Config(clients=ClientsConfig(max=64))
+    sizes = resolve(config, 8 << 30, "the test")
+    wanted = app.descriptors_wanted(config, sizes)
+    assert wanted > 4 * 64 + 2 * len(sizes.segments_bytes)
+    for limit, refused in ((wanted - 1, True), (wanted, False), (resource.RLIM_INFINITY, False)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _what, limit=limit: (limit, limit))
+        if refused:
+            with pytest.raises(ConfigError, match=rf"need {wanted} descriptors, the process may have {limit}"):
+                app.check_host(config, sizes)
+        else:
+            app.check_host(config, sizes)

@@ -132,7 +132,7 @@ def test_a_scribbled_region_harms_its_owner_only(world, keys):
     print("seed", seed)
     random.seed(seed)
     here = world(
-        clients={"max": 200, "hazards_max": 64, "touch_records": 64, "sq_size": "64KiB", "cq_size": "64KiB"}
+        clients={"max": 200, "hazards_max": 64, "touch_records": 64, "sq_size": "512KiB", "cq_size": "512KiB"}
     )
     good = here.attach(name="good")
     for round_number in range(60):
@@ -152,6 +152,10 @@ def test_a_scribbled_region_harms_its_owner_only(world, keys):
                 region.write(struct.pack("<Q", word))
                 here.serve(bad, good)
                 here.runner.tick()
+                # Its answers are pushed into what it scribbled, too.
+                if bad.client.attached:
+                    bad.submit_or_not(Sq.PING)
+                    here.serve(bad)
         assert good.store(keys(1, seed=1000 + round_number)) == [Published.PUBLISHED]
         here.domain.core.validate()
     assert here.clients.protocol_errors > 10
@@ -196,7 +200,7 @@ def test_a_busy_client_does_not_keep_others_waiting(world, monkeypatch):
 
 def test_a_full_ring_of_answers_holds_the_asks_back(world):
     """Answers wait in order, nothing is dropped, the daemon's queue is bounded by what one look at the ring took."""
-    here = world(clients={"cq_size": "64KiB"})
+    here = world(clients={"cq_size": "512KiB"})
     one = here.attach()
     asked = 0
     answers = []

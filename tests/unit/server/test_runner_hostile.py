@@ -16,10 +16,10 @@ AHEAD = 1 << 40
 @pytest.mark.parametrize("waiting", [False, True])
 def test_a_client_that_lies_about_what_it_has_read_is_disconnected(world: Any, waiting: bool) -> None:
     """The daemon's push finds a cursor that cannot be. It was an exception of the loop, which ends the daemon."""
-    made = world(clients={"cq_size": 65536})
+    made = world(clients={"cq_size": 524288})
     one, other = made.attach(), made.attach()
     if waiting:  # an answer that found no room is pushed later, by another path
-        for _ in range(5000):
+        for _ in range(40_000):
             one.submit(messages.Sq.PING, b"")
         made.serve(one)
         assert one.client.replies

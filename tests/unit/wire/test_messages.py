@@ -15,16 +15,14 @@ ASKS = [
     m.Attach("default", "read"),
     m.Detach(),
     m.Namespace(b"KVDM\x01n", "llama"),
-    m.Split({"tp": 2, "groups": [1, 2]}),
     m.Call("status", {}),
 ]
 ANSWERS = [
     m.Welcome(1, "0.1.0", 1, b"\1" * 8, 77),
     m.Attached(3, "default", [1 << 30, 1 << 21], 5, False),
     m.Segments(2, True),
-    m.Detached(0),
+    m.Detached(0, 2),
     m.Namespaced(4),
-    m.Splitted(65535),
     m.Result({"a": [1, None]}),
     m.Error.of(CapacityError("full", code="pool", leased_bytes=3)),
 ]
