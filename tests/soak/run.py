@@ -328,6 +328,11 @@ def run(
         try:
             soak.torment()
             soak.settle()
+        except KvdError as error:
+            end = soak.daemon.log_text()[-1500:]
+            soak.seen.leaked.append(
+                f"a daemon ended by itself ({soak.daemon.process.poll()}): {error}\n{end}"
+            )
         finally:
             soak.close()
         if left := set(os.listdir("/dev/shm")) - shm:

@@ -26,11 +26,13 @@ def test_nothing_torn_leaked_or_stuck(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(0)
 def test_a_soak_can_fail() -> None:
-    """The daemon forgets to take back what dead writers had reserved: the end finds it leaked."""
+    """The daemon forgets that clients died: what they had reserved is leaked, or its books disagree at the next one."""
     inject = Path(__file__).resolve().parent.parent / "faults" / "inject"
     done = soak(seconds=3.0, FAULTS_OMIT="reclaim", PYTHONPATH=str(inject))
     assert done.returncode == 1, done.stdout
-    assert "WRONG: reserved: " in done.stdout or "WRONG: reservations: " in done.stdout, done.stdout
+    assert "WRONG: reserv" in done.stdout or "WRONG: a daemon ended by itself (70)" in done.stdout, (
+        done.stdout
+    )
 
 
 def soak(seconds: float = SECONDS, **env: str) -> subprocess.CompletedProcess[str]:
