@@ -3,8 +3,8 @@
     python benchmarks/engines_transformers.py [--model build/models/smollm2-135m] [--tokens 2000] [--json FILE]
 
 Starts a daemon of its own. One prompt; repeats in turns, so that a machine that slows down slows down both; medians,
-and the ratio pair by pair. The reader is another attachment than the writer. Exit code 1 if transformers_speedup is less
-than --least (15), or if the first token differs.
+and the ratio pair by pair. The reader is another attachment than the writer. Exit code 1 if transformers_speedup is
+less than --least (15), or if the first token differs.
 
     cold     prefill of the whole prompt
     kvd      chain, match, lease, copy out of shared memory, prefill of the rest
