@@ -55,7 +55,7 @@ class Held(NamedTuple):
     items: int  # reserved, neither published nor given back
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Client:
     """One attached process, or one that left a slot behind while it lives."""
 

@@ -43,6 +43,7 @@ BATCH_EVENTS: Final = 64
 BATCHES_KEPT: Final = 4096
 PEER_BATCHES_MAX: Final = 2 * BATCHES_KEPT  # that wait for one subscriber; it misses what comes after
 CLOSE_S: Final = 1.0
+COUNTERS: Final = ("event_batches", "event_overflows", "event_walks", "event_replays")
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 _log = logs.get("events")
 
@@ -72,7 +73,7 @@ class Events:
         self._closing = self._closed = False
         self._walk_from: int | None = None
         self._thread: threading.Thread | None = None
-        self.counters = {"event_batches": 0, "event_overflows": 0, "event_walks": 0, "event_replays": 0}
+        self.counters = dict.fromkeys(COUNTERS, 0)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context = zmq.Context()
         self._context.setsockopt(zmq.LINGER, 0)

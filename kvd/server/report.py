@@ -18,6 +18,8 @@ from kvd.server import logs
 from kvd.server.blockers import Blockers
 from kvd.server.clients import Client, Clients
 from kvd.server.domain import Domain
+from kvd.server.events import COUNTERS as EVENT_COUNTERS
+from kvd.server.events import Events
 from kvd.server.metrics import Series
 from kvd.server.population import Progress
 from kvd.server.runner import Runner
@@ -28,7 +30,6 @@ from kvd.version import VERSION
 
 if TYPE_CHECKING:
     from kvd.server.control import Control
-    from kvd.server.events import Events
 
 CLIENT_COUNTERS: Final = (
     "lookups", "keys_asked", "keys_hit", "leases", "leases_released", "bytes_viewed", "fetches", "adopts",
@@ -226,7 +227,7 @@ class Report:
             "task_restarts": self._supervisor.restarts,
             "log_lines_dropped": logs.dropped_count(),
             **self._verifier.counters,
-            **(self.events.counters if self.events is not None else {}),
+            **(self.events.counters if self.events is not None else dict.fromkeys(EVENT_COUNTERS, 0)),
         }
 
     # --- metrics

@@ -107,8 +107,8 @@ class Runner:
                 return
         if client.attached:
             self._touches_of(client)
-        for then in client.leaving or ():
-            then()
+        while client.leaving:  # emptied: what follows holds on to the client
+            client.leaving.pop(0)()
 
     def _turn(self, client: Client) -> None:
         client.draining = False

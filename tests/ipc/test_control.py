@@ -242,6 +242,7 @@ def test_b2_a_killed_reader_leaves_no_lease(daemon):
     ns = store.namespace(kvd.Manifest(**MANIFEST))
     chain = ns.chain(list(range(64)), chunk_tokens=16)
     with ns.reserve(chain, 65536) as writes:
+        writes.fill([b"\5" * 65536] * len(chain))
         writes.publish()
     process = client_process(one.socket, "leases = ns.acquire(chain)")
     assert sum(row["leases"] for row in one.call("clients")) == 4
@@ -285,6 +286,7 @@ def test_a_hostile_ring_ends_one_client_and_tells_it_why(daemon):
     ns = good.namespace(kvd.Manifest(**MANIFEST))
     chain = ns.chain(list(range(64)), chunk_tokens=16)
     with ns.reserve(chain, 4096) as writes:
+        writes.fill([b"\5" * 4096] * len(chain))
         writes.publish()
     assert ns.match(chain) == 4
     good.close()
@@ -297,6 +299,7 @@ def test_a_client_over_its_lease_limit_is_killed_if_so_configured(daemon):
     ns = store.namespace(kvd.Manifest(**MANIFEST))
     chain = ns.chain(list(range(64)), chunk_tokens=16)
     with ns.reserve(chain, 65536) as writes:
+        writes.fill([b"\5" * 65536] * len(chain))
         writes.publish()
     process = client_process(one.socket, "leases = ns.acquire(chain)")
     assert process.wait(DEADLINE_S) == -signal.SIGKILL
@@ -403,6 +406,7 @@ def test_looking_and_pinning(daemon):
     ns = store.namespace(kvd.Manifest(**MANIFEST))
     chain = ns.chain(list(range(160)), chunk_tokens=16)
     with ns.reserve(chain, 4096) as writes:
+        writes.fill([b"\5" * 4096] * len(chain))
         writes.publish()
     first = one.call("ls", limit=4)
     rest = one.call("ls", limit=100, start=first["next"])

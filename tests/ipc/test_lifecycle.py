@@ -231,6 +231,7 @@ def test_e5_every_series_is_there_from_the_start(daemon):
     ns = store.namespace(kvd.Manifest(**MANIFEST))
     chain = ns.chain(list(range(64)), chunk_tokens=16)
     with ns.reserve(chain, 4096) as writes:
+        writes.fill([b"\5" * 4096] * len(chain))
         writes.publish()
     second = scrape()
     assert second["kvd_published_total"] == 4

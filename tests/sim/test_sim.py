@@ -90,17 +90,17 @@ def test_a_failure_names_the_command_that_replays_it() -> None:
     )
     command = [sys.executable, "-c", program]
     ran = subprocess.run(
-        [*command, "--seconds", "2", "--first", "0", "--processes", "1"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
+        [*command, "--seconds", "30", "--first", "0", "--processes", "1"],  # it ends with the first failure
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert ran.returncode == 1, ran.stdout + ran.stderr
     replay = (
         next(line for line in ran.stdout.splitlines() if "replay: " in line).split("-m tests.sim ")[1].split()
     )
-    told = subprocess.run([*command, *replay], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    told = subprocess.run([*command, *replay], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert told.returncode == 1
     assert "late write" in told.stdout.splitlines()[-1]
     honest = subprocess.run(
-        [sys.executable, "-m", "tests.sim", *replay], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "tests.sim", *replay], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert honest.returncode == 0, honest.stdout

@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import gc
+import weakref
 from array import array
 
 import pytest
@@ -280,3 +282,21 @@ def test_strict_mode_and_another_split_leave_the_daemon_alive(world, keys):
     assert one.store(keys(1), members=2) == [Published.PUBLISHED] * 2
     assert one.store(keys(1), members=4) == [Published.GONE] * 2 + [Published.PRESENT] * 2
     assert one.client.attached
+
+
+def test_a_client_that_is_gone_leaves_no_mapping(world):
+    """Held by a circle of references, its region would stay mapped until the collector comes by, which is seldom."""
+    here = world()
+    gc.collect()
+    gc.disable()
+    try:
+        one = here.attach()
+        region = weakref.ref(one.client)
+        one.native.close()
+        assert detach(here, one) == Held(0, 0)
+        here.attached.remove(one)
+        one.wake.close()
+        del one
+        assert region() is None
+    finally:
+        gc.enable()
