@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
-from kvd import limits
+from kvd import Published, limits
 from kvd.clientlib.caches import EngineCache
 from kvd.clientlib.chain import Chain
 from kvd.clientlib.families import FamilyLeases
@@ -38,7 +38,6 @@ from kvd.layout.geometry import Geometry
 from kvd.layout.manifest import Manifest
 from kvd.layout.paged import PagedLayout
 from kvd.layout.shards import Rank, Split
-from kvd.shm.messages import Published
 
 log = logging.getLogger("kvd.engines.sglang")
 

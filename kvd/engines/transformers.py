@@ -32,7 +32,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from kvd import limits
+from kvd import Published, limits
 from kvd.clientlib.chain import Chain
 from kvd.clientlib.families import FamilyLeases
 from kvd.clientlib.namespace import Namespace
@@ -42,7 +42,6 @@ from kvd.engines import transformers_weights as weights
 from kvd.engines.common import manifest_from
 from kvd.errors import KvdError, UnavailableError, UsageError
 from kvd.layout.manifest import Manifest
-from kvd.shm.messages import Published
 
 __all__ = ["Adapter", "Conversation", "Counters", "adapter", "generate", "load", "save"]
 

@@ -42,6 +42,13 @@ def copies_without_cuda() -> None:
     pool.transfer_kv_per_layer_direct_pf_lf = from_pages
 
 
+def small_reserve() -> None:
+    """SGLang wants 10 GiB of the host's memory to stay free; a machine that runs tests may not have that much."""
+    from sglang.srt.mem_cache.pool_host import base
+
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 1 << 30
+
+
 class CpuKvdHiCache(KvdHiCache):
     """kvd's backend where there is no CUDA; tells its counters in a file when SGLang ends or asks for statistics."""
 
@@ -114,5 +121,7 @@ def wait_saved(pages: int) -> None:
         time.sleep(0.05)
 
 
+if __name__ == "__mp_main__":  # SGLang's own processes, which import this file again
+    small_reserve()
 if __name__ == "__main__":
     main()

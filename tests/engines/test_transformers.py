@@ -78,6 +78,15 @@ def run(model: Any, ids: Any, cache: Any) -> Any:
         return model(input_ids=ids, use_cache=True, **{caches.cache_name(model): cache}).logits
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    """Models this small are slower on two threads than on one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def store(daemon: Any) -> Any:
     with kvd.connect(daemon().socket, client="test") as opened:
@@ -172,6 +181,7 @@ def test_generate_gives_the_tokens_of_a_run_without_kvd_and_turns_build_on_each_
 SECOND = """
 import sys; sys.path.insert(0, sys.argv[1])
 import test_transformers as t
+t.torch.set_num_threads(1)
 model = t.build("gemma2")
 out = t.engine.generate(sys.argv[2], model, t.prompt(200), **t.GREEDY)
 print(out[0].tolist()); print(t.engine.adapter(sys.argv[2], model).counters.tokens_reused)
