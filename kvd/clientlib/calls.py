@@ -4,21 +4,28 @@ Owns the numbering of operations and who waits for which answer. Any thread may 
 sleeps on the wake socket and hands answers to the others. An event loop registers once and is woken by the same socket.
 
 An answer that comes after its caller gave up is not lost: a late RESERVED is given back with ABORT, so that a timeout
-never leaks slots. While such answers are due a thread of its own waits for them, so that an idle client does not sit on
-what it was granted too late.
+never leaks slots. Messages that nobody waits for (ABORT) and that the ring has no room for are kept until it has. While
+any of this is due a thread of its own sees to it, so that an idle client does not sit on what it was granted too late.
 
     waiting ── answer ──▶ done
-       └── deadline ──▶ abandoned ── RESERVED arrives ──▶ ABORT sent
+       └── deadline ──▶ abandoned ── RESERVED arrives ──▶ ABORT due ──▶ sent
+
+Anybody may take answers out of the ring; whoever does and finds the leader asleep stirs it, through an eventfd: its own
+answer may be among them, and the byte that should have woken it may have been read by an event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
+import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvd import limits
 from kvd.clientlib import background
@@ -39,7 +46,7 @@ class Rings(Protocol):
 
     def submit(self, type: int, op: int, payload: bytes, /) -> int: ...
     def poll(self, frames_max: int, /) -> list[tuple[int, int, bytes]]: ...
-    def wait(self, wake_fd: int, timeout_ns: int, /) -> int: ...
+    def wait(self, wake_fd: int, timeout_ns: int, stir_fd: int, /) -> int: ...
     def may_sleep(self) -> bool: ...
     def awake(self) -> None: ...
 
@@ -52,10 +59,16 @@ class _Waiter:
         self.future: asyncio.Future[Answer] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
 
-    def resolve(self, answer: Answer | KvdError) -> None:
+    def resolve(self, answer: Answer | KvdError) -> bool:
+        """Hand it over. False: its event loop was closed, nobody will ever look."""
         self.answer = answer
         if self.future is not None and self.loop is not None:
-            self.loop.call_soon_threadsafe(_settle, self.future, answer)
+            try:
+                self.loop.call_soon_threadsafe(_settle, self.future, answer)
+            except RuntimeError:
+                self.answer = _loop_closed()
+                return False
+        return True
 
 
 def _settle(future: asyncio.Future[Answer], answer: Answer | KvdError) -> None:
@@ -73,12 +86,16 @@ class Calls:
     def __init__(self, rings: Rings, wake: socket.socket) -> None:
         self._rings = rings
         self._wake = wake
-        self._next_op = 1
+        self._stir = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._ops = itertools.count(1)
         self._waiting: dict[int, _Waiter] = {}
-        self._changed = threading.Condition()
-        self._leading = False
+        self._changed = threading.Condition()  # re-entrant: a garbage collection under it may give slots back
+        self._leader: int | None = None  # the thread that sleeps on the wake socket for all
+        self._asleep = False
+        self._closing = False
         self._loops: set[asyncio.AbstractEventLoop] = set()
         self._abandoned: set[int] = set()  # reservations nobody waits for any more
+        self._due: deque[tuple[Sq, bytes]] = deque()  # what the ring had no room for, and nobody waits for
         self._collector: threading.Thread | None = None
         self.lost: KvdError | None = None
         self.on_lost: Callable[[], None] | None = None
@@ -106,28 +123,56 @@ class Calls:
         while waiter.answer is None:
             left_ns = end_ns - time.monotonic_ns()
             if left_ns <= 0:
+                self._drain()  # it may have come while nobody looked
                 return
-            with self._changed:
-                if self._leading:
-                    self._changed.wait(left_ns / 1e9)
-                    continue
-                self._leading = True
+            if not self._lead(left_ns):
+                continue
             try:
                 while waiter.answer is None and left_ns > 0:
                     if not self._drain():
-                        self._sleep(left_ns)
+                        self._sleep(left_ns, waiter)
                     left_ns = end_ns - time.monotonic_ns()
             finally:
-                with self._changed:
-                    self._leading = False
-                    self._changed.notify_all()
-                # The leader took the wake bytes; loops that still wait must look for themselves.
-                self._nudge_loops()
+                self._follow()
 
-    def _sleep(self, left_ns: int) -> None:
-        if self._rings.wait(self._wake.fileno(), left_ns) < 0:
+    def _lead(self, wait_ns: int) -> bool:
+        """Become the leader, or wait for at most so long until something has changed and return False."""
+        with self._changed:
+            if self._leader is not None:
+                self._changed.wait(wait_ns / 1e9)
+                return False
+            self._leader = threading.get_ident()
+            return True
+
+    def _follow(self) -> None:
+        with self._changed:
+            self._leader = None
+            self._changed.notify_all()
+            if self._closing:
+                self._close_unused()
+        # The leader took the wake bytes; loops that still wait must look for themselves.
+        self._nudge_loops()
+
+    def _sleep(self, left_ns: int, waiter: _Waiter | None = None) -> None:
+        """As the leader: until a wake byte, a stir, or the time is over."""
+        self._asleep = True  # before the looks that follow; who resolves looks at it afterwards
+        try:
+            if self.lost is not None or (waiter is not None and waiter.answer is not None):
+                return
+            result = self._rings.wait(self._wake.fileno(), left_ns, self._stir)
+        except NATIVE as error:
+            self.fail(translate(error))
+            return
+        finally:
+            self._asleep = False
+        if result < 0:
             self._drain()
             self.fail(_gone())
+
+    def _stir_leader(self) -> None:
+        if self._asleep and self._leader != threading.get_ident():
+            with contextlib.suppress(OSError):  # full: it is stirred already
+                os.eventfd_write(self._stir, 1)
 
     # -- from event loops ---------------------------------------------------------------------------------
 
@@ -138,13 +183,14 @@ class Calls:
         end_ns = time.monotonic_ns() + int(deadline_s * 1e9)
         waiter = _Waiter()
         waiter.future, waiter.loop = loop.create_future(), loop
-        while (op := self._try_submit(kind, payload, waiter)) is None:
-            if time.monotonic_ns() >= end_ns:
-                raise _ring_full()
-            await asyncio.sleep(_FULL_RING_PAUSE_NS / 1e9)
+        try:
+            op = await self._submit_async(kind, payload, waiter, end_ns)
+        except BaseException:
+            waiter.future.cancel()
+            raise
         try:
             self._on_wake()
-            async with asyncio.timeout(deadline_s):
+            async with asyncio.timeout(max(0.0, (end_ns - time.monotonic_ns()) / 1e9)):
                 return await waiter.future
         except BaseException as error:
             self._give_up(kind, op, waiter)
@@ -152,12 +198,28 @@ class Calls:
                 raise _deadline(kind, deadline_s) from None
             raise
 
+    async def _submit_async(self, kind: Sq, payload: bytes, waiter: _Waiter, end_ns: int) -> int:
+        while (op := self._try_submit(kind, payload, waiter)) is None:
+            if time.monotonic_ns() >= end_ns:
+                raise _ring_full()
+            self._drain()
+            await asyncio.sleep(_FULL_RING_PAUSE_NS / 1e9)
+        return op
+
     def _register(self, loop: asyncio.AbstractEventLoop) -> None:
-        if loop not in self._loops:
+        if loop in self._loops:
+            return
+        with self._changed:
+            if self.lost is not None:
+                return  # the call says so
+            self._loops = {known for known in self._loops if not known.is_closed()}
             loop.add_reader(self._wake.fileno(), self._on_wake)
             self._loops.add(loop)
 
     def _on_wake(self) -> None:
+        if self._closing:
+            self._leave_loop()
+            return
         try:
             while data := self._wake.recv(4096, socket.MSG_DONTWAIT):
                 if len(data) < 4096:
@@ -173,21 +235,28 @@ class Calls:
             self.fail(_gone(error))
             self._leave_loop()
             return
-        self._rings.awake()
-        self._drain()
-        while not self._rings.may_sleep():
+        try:
+            self._rings.awake()
             self._drain()
+            while not self._rings.may_sleep():
+                self._drain()
+        except NATIVE as error:  # closed meanwhile, or the rings are not what they should be
+            self.fail(translate(error))
+            self._leave_loop()
 
     def _leave_loop(self) -> None:
         """A socket at its end is readable for ever: it must not spin the loop until it is closed."""
         loop = asyncio.get_running_loop()
-        if loop in self._loops:
-            self._loops.discard(loop)
-            loop.remove_reader(self._wake.fileno())
+        with self._changed:
+            if loop in self._loops:
+                self._loops.discard(loop)
+                loop.remove_reader(self._wake.fileno())
+            if self._closing:
+                self._close_unused()
 
     def _nudge_loops(self) -> None:
         for loop in list(self._loops):
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # closed: whoever waited there is gone
                 loop.call_soon_threadsafe(self._on_wake)
 
     # -- both ---------------------------------------------------------------------------------------------
@@ -198,20 +267,32 @@ class Calls:
             if left_ns <= 0:
                 raise _ring_full()
             # The ring drains as answers come; look again at each, at the latest after a pause.
-            self._sleep(min(left_ns, _FULL_RING_PAUSE_NS))
-            self._drain()
+            pause_ns = min(left_ns, _FULL_RING_PAUSE_NS)
+            if self._lead(pause_ns):
+                try:
+                    if not self._drain():
+                        self._sleep(pause_ns)
+                finally:
+                    self._follow()
         return op
 
     def _try_submit(self, kind: Sq, payload: bytes, waiter: _Waiter) -> int | None:
-        if self.lost is not None:
-            raise _refusal(kind, self.lost)
-        if self._abandoned:
+        if self._abandoned or self._due:
             self._drain()
-        op, self._next_op = self._next_op, self._next_op + 1
-        self._waiting[op] = waiter
-        pushed = self._rings.submit(kind, op, payload)
+        op = next(self._ops)
+        with self._changed:  # who fails takes all that wait, and those that come later are refused
+            if self.lost is not None:
+                raise _refusal(kind, self.lost)
+            self._waiting[op] = waiter
+        try:
+            pushed = 0 if self._due else self._rings.submit(kind, op, payload)
+        except NATIVE as error:
+            self._waiting.pop(op, None)
+            raise _unfit(kind, payload, error) from None
         if not pushed:
-            del self._waiting[op]
+            self._waiting.pop(op, None)
+            if waiter.answer is not None:  # failed meanwhile
+                raise _refusal(kind, self.lost or _ring_full())
             return None
         if pushed & 2:
             self.wake_daemon()
@@ -227,19 +308,30 @@ class Calls:
             self.fail(_gone(error))
 
     def _drain(self) -> bool:
-        frames = self._rings.poll(_POLL_FRAMES)
+        """Take what answers there are and hand them over; send what is due. Whether there was an answer."""
+        try:
+            frames = self._rings.poll(_POLL_FRAMES)
+        except NATIVE as error:
+            self.fail(translate(error))
+            return False
         if frames:
             with self._changed:
                 for kind, op, payload in frames:
-                    waiter = self._waiting.pop(op, None)
-                    if waiter is None:
-                        self._late(kind, op, payload)
-                    elif kind == Cq.ERROR:
-                        waiter.resolve(messages.parse_error(payload))
-                    else:
-                        waiter.resolve((kind, payload))
+                    self._hand_over(kind, op, payload)
                 self._changed.notify_all()
+            self._stir_leader()
+        if self._due:
+            self._send_due()
         return bool(frames)
+
+    def _hand_over(self, kind: int, op: int, payload: bytes) -> None:
+        waiter = self._waiting.pop(op, None)
+        if waiter is None:
+            self._late(kind, op, payload)
+        elif kind == Cq.ERROR:
+            waiter.resolve(messages.parse_error(payload))
+        elif not waiter.resolve((kind, payload)):
+            self._late(kind, op, payload)
 
     # -- late answers -------------------------------------------------------------------------------------
 
@@ -251,30 +343,28 @@ class Calls:
                 self._late(waiter.answer[0], op, waiter.answer[1])
             elif waiter.answer is None and kind == Sq.RESERVE and self.lost is None:
                 self._abandoned.add(op)
-                if self._collector is None:
-                    self._collector = background.start(self._collect, "kvd-late")
+                self._start_collector()
+
+    def _start_collector(self) -> None:
+        with self._changed:
+            if self._collector is None and not self._closing:
+                self._collector = background.start(self._collect, "kvd-late")
 
     def _collect(self) -> None:
-        """Wait for late answers until none is due; a thread's work, led like that of those who call."""
+        """Wait for late answers and send what is due, until there is neither; led like the work of those who call."""
         while True:
             with self._changed:
-                if not self._abandoned or self.lost is not None or background.leaving.is_set():
+                over = self.lost is not None or background.leaving.is_set()
+                if over or not (self._abandoned or self._due):
                     self._collector = None
                     return
-                if self._leading:
-                    self._changed.wait(_LATE_LOOK_NS / 1e9)
-                    continue
-                self._leading = True
-            try:
-                if not self._drain():
-                    self._sleep(_LATE_LOOK_NS)
-            except NATIVE as error:
-                self.fail(translate(error))
-            finally:
-                with self._changed:
-                    self._leading = False
-                    self._changed.notify_all()
-                self._nudge_loops()
+            pause_ns = _FULL_RING_PAUSE_NS if self._due else _LATE_LOOK_NS
+            if self._lead(pause_ns):
+                try:
+                    if not self._drain():
+                        self._sleep(pause_ns)
+                finally:
+                    self._follow()
 
     def _late(self, kind: int, op: int, payload: bytes) -> None:
         self._abandoned.discard(op)
@@ -284,43 +374,88 @@ class Calls:
         if reservation:
             self.post(Sq.ABORT, messages.pack_abort(reservation, 0, len(statuses)))
 
-    def post(self, kind: Sq, payload: bytes) -> bool:
-        """Submit without waiting for the answer. False when the ring is full or the daemon is gone."""
+    def post(self, kind: Sq, payload: bytes) -> None:
+        """Submit without waiting for the answer: now, or as soon as the ring has room. Nothing if the daemon is gone."""
         if self.lost is not None:
-            return False
-        op, self._next_op = self._next_op, self._next_op + 1
-        pushed = self._rings.submit(kind, op, payload)
-        if pushed & 2:
-            self.wake_daemon()
-        return bool(pushed)
+            return
+        self._due.append((kind, payload))
+        self._send_due()
+        if self._due:
+            self._start_collector()
+
+    def _send_due(self) -> None:
+        with self._changed:
+            while self._due and self.lost is None:
+                kind, payload = self._due[0]
+                try:
+                    pushed = self._rings.submit(kind, next(self._ops), payload)
+                except NATIVE:  # closed meanwhile: everything comes back with that
+                    self._due.clear()
+                    return
+                if not pushed:
+                    return
+                self._due.popleft()
+                if pushed & 2:
+                    self.wake_daemon()
 
     def fail(self, error: KvdError) -> None:
         """The daemon is gone: everybody who waits is told, later calls raise at once."""
-        if self.lost is None:
-            self.lost = error
-            if self.on_lost is not None:
-                self.on_lost()
-        for waiter in list(self._waiting.values()):
-            if waiter.answer is None:
-                waiter.resolve(error)
         with self._changed:
+            first = self.lost is None
+            if first:
+                self.lost = error
+            waiters = [waiter for waiter in self._waiting.values() if waiter.answer is None]
+            self._due.clear()
+            for waiter in waiters:
+                waiter.resolve(error)
             self._changed.notify_all()
+        self._stir_leader()
+        if first and self.on_lost is not None:
+            self.on_lost()
 
     def close(self) -> None:
-        """Stop waiting: event loops are left, waiters are told."""
-        for loop in self._loops:
-            if not loop.is_closed():
-                remove: Callable[..., Any] = loop.remove_reader
-                fd = self._wake.fileno()
-                if _running(loop):
-                    remove(fd)
-                else:
-                    loop.call_soon_threadsafe(remove, fd)
-        self._loops.clear()
+        """Stop waiting, tell waiters, and close the wake socket once neither a thread nor an event loop looks at it.
+
+        A loop of another thread leaves by itself, in its next turn; the socket is closed then.
+        """
         self.fail(UsageError("this store was closed; connect again", code="closed"))
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            while self._leader is not None and self._leader != threading.get_ident():
+                self._changed.wait()  # it was stirred: it must not poll a descriptor that is somebody else's by then
+            with contextlib.suppress(OSError):  # the daemon's end is closed already
+                self._wake.shutdown(socket.SHUT_RDWR)
+            for loop in list(self._loops):
+                if loop.is_closed() or _here(loop):
+                    self._loops.discard(loop)
+                    if not loop.is_closed():
+                        loop.remove_reader(self._wake.fileno())
+                else:
+                    try:
+                        loop.call_soon_threadsafe(self._on_wake)
+                    except RuntimeError:  # closed just now
+                        self._loops.discard(loop)
+            self._close_unused()
         collector = self._collector
-        if collector is not None:
-            collector.join()  # it must not poll a descriptor that is somebody else's by then
+        if collector is not None and collector is not threading.current_thread():
+            collector.join()
+
+    def _close_unused(self) -> None:
+        if not self._loops and self._leader is None:
+            self.abandon()
+
+    def __del__(self) -> None:
+        if getattr(self, "_stir", -1) >= 0:  # a store that was dropped without close
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close the descriptors and touch nothing else: the end, also in a forked child."""
+        self._wake.close()
+        stir, self._stir = self._stir, -1
+        if stir >= 0:
+            os.close(stir)
 
 
 def _refusal(kind: Sq, lost: KvdError) -> KvdError:
@@ -333,7 +468,8 @@ def _refusal(kind: Sq, lost: KvdError) -> KvdError:
     return lost
 
 
-def _running(loop: asyncio.AbstractEventLoop) -> bool:
+def _here(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether this thread may touch the loop: it runs here, or nowhere."""
     try:
         return asyncio.get_running_loop() is loop
     except RuntimeError:
@@ -350,10 +486,11 @@ def expect(kind: Cq, answer: Answer) -> bytes:
 def check_batch(families: int, members: int) -> None:
     """Refuse a batch that one ring message cannot carry, before anything is asked for."""
     if families * members > limits.batch_items_max:
+        most = limits.batch_items_max // members
         raise UsageError(
-            f"a batch of {families} chunks × {members} members is over {limits.batch_items_max} items; "
-            "reserve in several batches",
-            code="batch", families=families, members=members,
+            f"a batch of {families} chunks × {members} members is over {limits.batch_items_max} items; reserve at most "
+            f"{most} chunks at a time: chain[:{most}], then chain[{most}:{2 * most}], and so on",
+            code="batch", families=families, members=members, chunks_max=most,
         )  # fmt: skip
 
 
@@ -366,8 +503,21 @@ def _gone(cause: OSError | None = None) -> KvdError:
 
 def _deadline(kind: Sq, deadline_s: float) -> KvdError:
     return UnavailableError(
-        f"the daemon did not answer {kind.name} within {deadline_s:g} s; nothing was published by it",
+        f"the daemon did not answer {kind.name} within {deadline_s:.3g} s; nothing was published by it",
         code="deadline", deadline_s=deadline_s,
+    )  # fmt: skip
+
+
+def _loop_closed() -> KvdError:
+    return UsageError("the event loop that waited for this answer was closed", code="loop")
+
+
+def _unfit(kind: Sq, payload: bytes, error: Exception) -> KvdError:
+    if "does not fit the ring" not in str(error):
+        return translate(error)
+    return UsageError(
+        f"a {kind.name} of {len(payload)} B: {error}; use smaller batches, or raise clients.sq_size",
+        code="batch", size_bytes=len(payload),
     )  # fmt: skip
 
 

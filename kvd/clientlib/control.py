@@ -8,11 +8,13 @@ whatever error the daemon answers.
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import TypeVar
 
 from kvd import limits
@@ -37,6 +39,7 @@ class Control:
     def __init__(self, path: str, *, name: str, role: str, deadline_s: float) -> None:
         self.path = path
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._decoder = frames.Decoder()
         self._frames: list[frames.Message] = []
         self._fds: list[int] = []
@@ -58,13 +61,13 @@ class Control:
     def request(self, ask: wire.Ask, answer: type[A], *, deadline_s: float) -> A:
         """Send one message and wait for its answer of this type; an `error` answer is raised."""
         end = time.monotonic() + deadline_s
-        with self._lock:
+        with self._turn(end):
             return self._receive(self._send(ask, end), answer, end)
 
     def attach(self, ask: wire.Attach, *, deadline_s: float) -> tuple[wire.Attached, list[int]]:
         """Attach, and take the descriptors that come along (further ones in `segments` messages)."""
         end = time.monotonic() + deadline_s
-        with self._lock:
+        with self._turn(end):
             number = self._send(ask, end)
             try:
                 attached = self._receive(number, wire.Attached, end)
@@ -88,6 +91,20 @@ class Control:
         """Close the socket; safe to call twice."""
         self._drop_fds()
         self._sock.close()
+
+    @contextlib.contextmanager
+    def _turn(self, end: float) -> Iterator[None]:
+        """The connection is the caller's alone meanwhile. A forked child shares it with its parent: it gets none."""
+        if os.getpid() != self._pid:
+            raise UsageError(
+                "this connection was made before a fork: connect again in the child", code="forked"
+            )
+        if not self._lock.acquire(timeout=max(0.0, end - time.monotonic())):
+            raise self._late()
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _drop_fds(self) -> None:
         for fd in self._fds:
@@ -134,11 +151,7 @@ class Control:
     def _read(self, end: float) -> bytes:
         left = end - time.monotonic()
         if left <= 0:
-            raise UnavailableError(
-                f"the daemon at {self.path} did not answer before the deadline",
-                code="deadline",
-                socket=self.path,
-            )
+            raise self._late()
         self._sock.settimeout(left)
         try:
             data, ancillary, flags, _ = self._sock.recvmsg(
@@ -158,6 +171,11 @@ class Control:
         if not data:
             raise self._gone(None)
         return data
+
+    def _late(self) -> KvdError:
+        return UnavailableError(
+            f"the daemon at {self.path} did not answer before the deadline", code="deadline", socket=self.path
+        )
 
     def _gone(self, cause: OSError | None) -> KvdError:
         why = f" ({cause.strerror})" if cause is not None and cause.strerror else ""

@@ -13,8 +13,7 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvd.clientlib.leases import Leases, Report
-from kvd.clientlib.native_errors import NATIVE, translate
+from kvd.clientlib.leases import Lease, Leases, Report
 from kvd.errors import CompatibilityError, LifecycleError, UsageError
 from kvd.layout import chain as reference
 from kvd.layout.family import RULE_NUMBERS, Completeness
@@ -192,13 +191,8 @@ class FamilyLeases(Leases):
         views: list[memoryview] = []
         for number in numbers:
             at = number - self.first_chunk
-            try:
-                native = self._native[at]
-                if self._verify:
-                    self[at].verify(member)
-                views.append(native.view(member))
-            except NATIVE as error:
-                raise translate(error) from None
+            lease: Lease = self[at]
+            views.append(lease.member_view(member))
             if views[-1].nbytes != size_bytes:
                 raise CompatibilityError(
                     f"chunk {number}, member {member} has {views[-1].nbytes} B, the geometry says {size_bytes}: it was "

@@ -27,32 +27,65 @@ if TYPE_CHECKING:
 Report = Callable[[bytes, int], bool]
 """report(identity, member): tell the daemon that an object is damaged; whether it found the same and withdrew it."""
 
+Verified = set[tuple[bytes, int]]
+"""(identity, member) of what was compared with its checksum already. None where `verify_reads` is off."""
+
 
 class Lease:
-    """The right to read one family. `view` is member 0; `member_view(m)` any other."""
+    """The right to read one family. `view` is member 0; `member_view(m)` any other.
 
-    __slots__ = ("_native", "_report", "identity")
+    With `verify_reads` a member is compared with its checksum when it is first looked at under this lease.
+    """
 
-    def __init__(self, native: NativeLease, identity: bytes, report: Report | None = None) -> None:
+    __slots__ = ("_native", "_report", "_verified", "identity")
+
+    def __init__(
+        self,
+        native: NativeLease,
+        identity: bytes,
+        report: Report | None = None,
+        verified: Verified | None = None,
+    ) -> None:
         self._native = native
         self._report = report
+        self._verified = verified
         self.identity = identity
 
     @property
     def view(self) -> memoryview:
-        """The bytes of member 0, read-only, without a copy."""
-        return self.member_view(0)
+        """The bytes of member 0, read-only, without a copy. Raises as `member_view`."""
+        if self._verified is not None:
+            self._verify_once(0)
+        try:
+            return self._native.view(0)
+        except NATIVE as error:
+            raise _lease_error(error, 0) from None
 
     def member_view(self, member: int) -> memoryview:
-        """The bytes of one member, read-only, without a copy. Raises LifecycleError after release."""
+        """The bytes of one member, read-only, without a copy.
+
+        Raises LifecycleError after release, UsageError for a member that this family has not, and with `verify_reads`
+        CorruptionError.
+        """
+        if self._verified is not None:
+            self._verify_once(member)
         try:
             return self._native.view(member)
         except NATIVE as error:
             raise _lease_error(error, member) from None
 
+    def _verify_once(self, member: int) -> None:
+        verified = self._verified
+        if verified is not None and (self.identity, member) not in verified:
+            self.verify(member)
+            verified.add((self.identity, member))
+
     def size(self, member: int = 0) -> int:
-        """Size of a member in bytes."""
-        return self._native.size(member)
+        """Size of a member in bytes. Raises LifecycleError, UsageError as `member_view`."""
+        try:
+            return self._native.size(member)
+        except NATIVE as error:
+            raise _lease_error(error, member) from None
 
     def array(self, dtype: Any, shape: Sequence[int], member: int = 0) -> Any:
         """A read-only numpy array over a member; it keeps the lease."""
@@ -80,7 +113,11 @@ class Lease:
         Raises CorruptionError, after the daemon was told (a moment's wait): it looks itself, and withdraws the family.
         """
         seed = int.from_bytes(compute.seeds(self.identity, member), "little")
-        found, expected = compute.checksum(self.member_view(member), seed), self._native.checksum(member)
+        try:
+            expected = self._native.checksum(member)
+            found = compute.checksum(self._native.view(member), seed)
+        except NATIVE as error:
+            raise _lease_error(error, member) from None
         if found != expected:
             withdrawn = self._report is not None and self._report(self.identity, member)
             raise CorruptionError(
@@ -100,14 +137,14 @@ class Lease:
 class Leases(Sequence[Lease]):
     """Leases on the leading chunks of a chain, taken at once. `len()` says how many there were to take."""
 
-    __slots__ = ("_chain", "_native", "_report", "_verify")
+    __slots__ = ("_chain", "_native", "_report", "_verified")
 
     def __init__(
         self, native: LeaseBatch, chain: Chain, *, verify: bool = False, report: Report | None = None
     ) -> None:
         self._native = native
         self._chain = chain
-        self._verify = verify
+        self._verified: Verified | None = set() if verify else None
         self._report = report
 
     def __len__(self) -> int:
@@ -116,10 +153,7 @@ class Leases(Sequence[Lease]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        lease = Lease(self._native[index], self._chain[index], self._report)
-        if self._verify:
-            lease.verify()
-        return lease
+        return Lease(self._native[index], self._chain[index], self._report, self._verified)
 
     def __iter__(self) -> Iterator[Lease]:
         return (self[i] for i in range(len(self)))
@@ -131,7 +165,10 @@ class Leases(Sequence[Lease]):
 
     def export(self) -> bytes:
         """Descriptors for another process of this request, to `Namespace.adopt`. Hold on until it has."""
-        return self._native.export()
+        try:
+            return self._native.export()
+        except NATIVE as error:
+            raise translate(error) from None
 
     def copy_to(self, destinations: Sequence[Any], *, member: int = 0, threads: int = 1) -> int:
         """Copy each object into the writable buffer at the same position; returns the bytes copied.

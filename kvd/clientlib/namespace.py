@@ -6,6 +6,7 @@ Local and lock-free: chain, match, lookup, acquire, adopt. Through the daemon, w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
@@ -39,7 +40,8 @@ class Namespace:
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store = store
         self.manifest = manifest
-        self._families: dict[tuple[int, int], Families] = {}  # by id: a Families keeps its geometry
+        self._families: dict[tuple[str, int], Families] = {}
+        self._recent: tuple[Geometry, Families] | None = None  # spares computing the fingerprint
         self._caches: dict[tuple[str, int, Rank], EngineCache] = {}
 
     def chain(
@@ -168,10 +170,16 @@ class Namespace:
 
     def families(self, geom: Geometry, chunk_tokens: int) -> Families:
         """What is known of a geometry at one chunk size; made once. Raises CompatibilityError(geometry)."""
-        found = self._families.get((id(geom), chunk_tokens))
+        recent = self._recent
+        if recent is not None and recent[0] is geom and recent[1].chunk_tokens == chunk_tokens:
+            return recent[1]
+        # Equal geometries are made anew by every request of some engines: they are one.
+        fingerprint = geom.fingerprint
+        found = self._families.get((fingerprint, chunk_tokens))
         if found is None:
             self._check_geometry(geom)
-            found = self._families[id(geom), chunk_tokens] = Families(geom, chunk_tokens)
+            found = self._families[fingerprint, chunk_tokens] = Families(geom, chunk_tokens)
+        self._recent = (geom, found)
         return found
 
     def _check_geometry(self, geom: Geometry) -> None:
@@ -253,10 +261,11 @@ class Namespace:
         limit = self._store.deadline_s if deadline_s is None else deadline_s
         if not wanted.parts:
             return wanted.writes(self._store.present_session, chain, limit, none_to_write())
+        end_s = time.monotonic() + limit
         session = self._store.session()
-        number = session.number(self.manifest)
+        number = session.number(self.manifest, limit)
         payload = self._payload(chain, wanted, skip_pending, self._store.request(request), number)
-        answer = session.calls.call(Sq.RESERVE, payload, limit)
+        answer = session.calls.call(Sq.RESERVE, payload, end_s - time.monotonic())
         return wanted.writes(session, chain, limit, calls.expect(Cq.RESERVED, answer))
 
     async def reserve_async(
@@ -279,10 +288,11 @@ class Namespace:
         limit = self._store.deadline_s if deadline_s is None else deadline_s
         if not wanted.parts:
             return wanted.writes(self._store.present_session, chain, limit, none_to_write())
+        end_s = time.monotonic() + limit
         session = await self._store.session_async()
-        number = await session.number_async(self.manifest)
+        number = await session.number_async(self.manifest, limit)
         payload = self._payload(chain, wanted, skip_pending, self._store.request(request), number)
-        answer = await session.calls.call_async(Sq.RESERVE, payload, limit)
+        answer = await session.calls.call_async(Sq.RESERVE, payload, end_s - time.monotonic())
         return wanted.writes(session, chain, limit, calls.expect(Cq.RESERVED, answer))
 
     def _wanted(

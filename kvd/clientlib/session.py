@@ -101,18 +101,18 @@ class Session:
                 self.lose(error)
             raise
 
-    def number(self, manifest: Manifest) -> int:
+    def number(self, manifest: Manifest, deadline_s: float | None = None) -> int:
         """The number under which this daemon keeps a namespace; asked for once."""
         known = self._numbers.get(manifest.root)
         if known is None:
             ask = wire.Namespace(manifest.encode(), f"{manifest.model}@{manifest.short}"[:128])
-            known = self._numbers[manifest.root] = self.request(ask, wire.Namespaced).number
+            known = self._numbers[manifest.root] = self.request(ask, wire.Namespaced, deadline_s).number
         return known
 
-    async def number_async(self, manifest: Manifest) -> int:
+    async def number_async(self, manifest: Manifest, deadline_s: float | None = None) -> int:
         """As `number`, without blocking the loop."""
         known = self._numbers.get(manifest.root)
-        return known if known is not None else await asyncio.to_thread(self.number, manifest)
+        return known if known is not None else await asyncio.to_thread(self.number, manifest, deadline_s)
 
     # -- ending -------------------------------------------------------------------------------------------
 
@@ -145,7 +145,6 @@ class Session:
         self.mapper.join()
         self.calls.close()
         self._control.close()
-        self._wake.close()
 
     @property
     def left(self) -> bool:
@@ -153,21 +152,24 @@ class Session:
         return self.native.left
 
     def close(self) -> None:
-        """Detach in order, if the daemon is there and nothing is held."""
-        leased = self.native.close()
+        """Detach in order, if the daemon is there and nothing is held: neither leases nor writable views.
+
+        Otherwise the daemon learns from the kernel, when the process ends, that the memory can be used again.
+        """
+        lost = self.calls.lost  # those who wait may notice the next line as a loss
+        held = self.native.close()
         self.mapper.join()
-        if self.calls.lost is None and not leased:
+        if lost is None and not held:
             # A daemon that is away or slow learns of the end from the kernel.
             with contextlib.suppress(KvdError):
                 self._control.request(wire.Detach(), wire.Detached, deadline_s=min(1.0, self._deadline_s))
         self.calls.close()
         self._control.close()
-        self._wake.close()
 
     def abandon(self) -> None:
         """In a forked child: close the descriptors, touch nothing else."""
         self._control.close()
-        self._wake.close()
+        self.calls.abandon()
 
 
 def _gone(why: str) -> UnavailableError:

@@ -51,7 +51,8 @@ def connect(
     """Attach to the daemon of this host: `socket`, else KVD_SOCKET, else /run/kvd/kvd.sock.
 
     `client` names this process for operators. `access` "read" maps the pool read-only. `deadline_s` bounds this call
-    and is the default of those that wait. `verify_reads` checks every object's checksum when its lease is looked at.
+    and is the default of those that wait. `verify_reads` compares an object with its checksum when it is first looked
+    at or copied under a lease (CorruptionError), whoever reads: `fetch`, `acquire`, `adopt`.
     `reattach`: when the daemon was restarted, attach to the next one by itself, on the next call that needs it.
     Raises UnavailableError, CompatibilityError, UsageError.
     """
@@ -204,21 +205,21 @@ class Store:
         """The number under which the daemon keeps a namespace; asks once."""
         return self.session().number(namespace.manifest)
 
-    def split_number(self, split: dict[str, Any]) -> int:
-        """The number of a split (how a family is divided into members); equal splits have equal numbers."""
-        return self.session().request(wire.Split(split), wire.Splitted).number
-
     # -- reading by identity ------------------------------------------------------------------------------
 
     def fetch(self, identity: bytes, member: int = 0, *, request: str | None = None) -> Lease | None:
         """A lease on one object by its identity, None when it is not here."""
+        number = 0 if request is None else compute.request_hash(request)
         try:
-            native = self.native.fetch(identity, member, self.request(request))
-            if native is None and self.renew():
-                native = self.native.fetch(identity, member, self.request(request))
+            native = self.native.fetch(identity, member, number)
+            if native is None:
+                if self.renew():
+                    native = self.native.fetch(identity, member, number)
+                if native is None:
+                    return None
         except NATIVE as error:
             raise translate(error) from None
-        return None if native is None else Lease(native, identity, self.report_damage)
+        return Lease(native, identity, self.report_damage, set() if self.verify_reads else None)
 
     def report_damage(self, identity: bytes, member: int) -> bool:
         """Count that an object is damaged and tell the daemon; whether it found the same and withdrew the family.
@@ -297,7 +298,7 @@ class Store:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        await asyncio.to_thread(self.close)
 
     def __repr__(self) -> str:
         return f"<Store {self.client} on {self.socket}, slot {self.slot}>"

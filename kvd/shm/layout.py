@@ -99,6 +99,8 @@ class Wait(IntEnum):
     GONE = -1
     DEADLINE = 0
     READY = 1
+    INTERRUPTED = 2  # signal handlers have run
+    STIRRED = 4
 
 
 # request, started_ns, deepest_entry, deepest_generation, matched, asked, missed_key8, took_ns, kind, bytes, sequence

@@ -296,7 +296,7 @@ def test_spoiled_bytes_are_found_by_verification(daemon: Any) -> None:
         # A client with a writable pool can do this; nothing in the API does.
         store.native.writable(place, SIZE).view[5] ^= 1
         with pytest.raises(CorruptionError, match="checksum"):
-            careful.namespace(manifest()).acquire(chain)[0]
+            _ = careful.namespace(manifest()).acquire(chain)[0].view
 
 
 async def test_the_asyncio_twin_publishes_and_many_tasks_share_one_store(daemon: Any) -> None:

@@ -420,7 +420,7 @@ class SlowRings:
         self.changed.clear()
         return [self.answers.get() for _ in range(self.answers.qsize())]
 
-    def wait(self, wake_fd: int, timeout_ns: int, /) -> int:
+    def wait(self, wake_fd: int, timeout_ns: int, stir_fd: int, /) -> int:
         return int(self.changed.wait(timeout_ns / 1e9))
 
     def may_sleep(self) -> bool:

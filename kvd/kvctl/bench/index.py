@@ -18,6 +18,7 @@ TINY_BYTES = 64
 BATCH = 128
 TOKENS = 16
 _FILL_BATCH = 2048
+_SOURCE = bytes(range(TINY_BYTES))
 _ID = limits.identity_bytes
 
 
@@ -44,6 +45,7 @@ def write_through(filled: Filled, families: int, keep: int, progress: Callable[[
         count = min(_FILL_BATCH, families - done)
         chain = filled.ns.chain_of(os.urandom(count * _ID), TOKENS)
         with filled.ns.reserve(chain, nbytes=TINY_BYTES) as writes:
+            writes.fill([_SOURCE] * count)
             writes.publish()
         done += count
         if families - done < keep:
@@ -100,12 +102,13 @@ def lease_us(filled: Filled, calls: int = 2000) -> float:
 
 
 def publish_us(filled: Filled, batch: int, calls: int) -> float:
-    """Reserve and publish a batch of tiny objects while the daemon sleeps before each; median µs a batch."""
+    """Reserve, fill and publish a batch of tiny objects while the daemon sleeps before each; median µs a batch."""
     chains = iter([filled.ns.chain_of(os.urandom(batch * _ID), TOKENS) for _ in range(calls)])
-    reserve = filled.ns.reserve
+    reserve, sources = filled.ns.reserve, [_SOURCE] * batch
 
     def one() -> None:
         with reserve(next(chains), nbytes=TINY_BYTES) as writes:
+            writes.fill(sources)
             writes.publish()
 
     return median_ns(one, calls) / 1e3

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "bind_memory.hpp"
+#include "checksum.hpp"
 #include "client.hpp"
 
 using namespace kvd;
@@ -78,13 +79,19 @@ int writable_getbuffer(PyObject* self, Py_buffer* view, int flags) {
     WritableView& slot = *nb::inst_ptr<WritableView>(self);
     slot.mapping->guard().check("a writable view");
     if (slot.retired) fail<std::runtime_error>("this writable view was retired");
+    if (slot.writers->ended != nullptr) fail<std::runtime_error>(slot.writers->ended);
     if (PyBuffer_FillInfo(view, self, slot.address, static_cast<Py_ssize_t>(slot.size), 0, flags) != 0) return -1;
     ++slot.exports;
+    ++slot.writers->live;
     return 0;
   });
 }
 
-void writable_releasebuffer(PyObject* self, Py_buffer*) { --nb::inst_ptr<WritableView>(self)->exports; }
+void writable_releasebuffer(PyObject* self, Py_buffer*) {
+  WritableView& slot = *nb::inst_ptr<WritableView>(self);
+  --slot.exports;
+  --slot.writers->live;
+}
 
 PyType_Slot lease_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(lease_getbuffer)},
                              {Py_bf_releasebuffer, reinterpret_cast<void*>(lease_releasebuffer)},
@@ -186,7 +193,13 @@ nb::tuple counters(const Client& client) {
 WritableView writable(const Client& client, u64 place, u64 size) {
   u8* address = nullptr;
   const auto& mapping = client.writable(place, size, address);
-  return {mapping, address, size};
+  return {mapping, client.writers(), address, size};
+}
+
+u64 sum(const Column<u64>& sizes) {
+  u64 bytes = 0;
+  for (u64 i = 0; i < sizes.size(); ++i) bytes += sizes.data()[i];
+  return bytes;
 }
 
 nb::bytes checksums(const Client& client, nb::handle places_in, nb::handle sizes_in, nb::handle seeds_in) {
@@ -196,31 +209,72 @@ nb::bytes checksums(const Client& client, nb::handle places_in, nb::handle sizes
     fail<std::invalid_argument>("places, sizes and seeds have ", count, ", ", sizes.size(), " and ", seeds.size(), " items");
   }
   const OutColumn<u64> out(count);
-  u64 bytes = 0;
-  for (u64 i = 0; i < count; ++i) bytes += sizes.data()[i];
-  if (bytes < (u64{1} << 18)) {
-    client.checksums(places.data(), sizes.data(), seeds.data(), count, out.data());
-  } else {
-    const nb::gil_scoped_release unlocked;
-    client.checksums(places.data(), sizes.data(), seeds.data(), count, out.data());
+  const Slots slots = client.slots(places.data(), sizes.data(), count);  // stays while others close the client
+  {
+    const GilReleaseIfLong unlocked(sum(sizes));
+    for (u64 i = 0; i < count; ++i) out.data()[i] = xxh3_64(slots.addresses[i], sizes.data()[i], seeds.data()[i]);
   }
   return out.take();
 }
 
-// Sleeps only after the ring was found empty with the sleeping word set. Signal handlers run between two sleeps.
-int wait(Client& client, int wake_fd, u64 timeout_ns) {
+// Counts as one who writes, with the GIL held at both ends.
+class Writing {
+ public:
+  explicit Writing(const Client& client) : writers_(client.writers()) { ++writers_->live; }
+  Writing(const Writing&) = delete;
+  Writing& operator=(const Writing&) = delete;
+  ~Writing() { --writers_->live; }
+  bool serving() const noexcept { return writers_->ended == nullptr; }
+
+ private:
+  std::shared_ptr<Writers> writers_;
+};
+
+// All sources are looked at before the first byte is copied.
+nb::bytes fill(Client& client, nb::handle places_in, nb::handle sizes_in, nb::sequence sources, nb::handle seeds_in) {
+  const Column<u64> places(places_in, "places"), sizes(sizes_in, "sizes"), seeds(seeds_in, "seeds");
+  const u64 count = places.size();
+  if (sizes.size() != count || seeds.size() != count || nb::len(sources) != count) {
+    fail<std::invalid_argument>("places, sizes, sources and seeds have ", count, ", ", sizes.size(), ", ", nb::len(sources),
+                                " and ", seeds.size(), " items");
+  }
+  std::vector<Buffer> from;
+  from.reserve(count);
+  for (u64 i = 0; i < count; ++i) {
+    from.emplace_back(sources[i], "source", Buffer::Access::read);
+    if (from.back().size() != sizes.data()[i]) {
+      fail<std::invalid_argument>("source ", i, " has ", from.back().size(), " bytes, its slot ", sizes.data()[i]);
+    }
+  }
+  const OutColumn<u64> out(count);
+  const Slots slots = client.slots(places.data(), sizes.data(), count);
+  const Writing writing(client);
+  const u64 bytes = sum(sizes);
+  {
+    const GilReleaseIfLong unlocked(bytes);
+    for (u64 i = 0; i < count; ++i) {
+      out.data()[i] = copy_checksum(slots.addresses[i], from[i].data(), from[i].size(), seeds.data()[i]);
+    }
+  }
+  if (writing.serving()) client.count(count_bytes_filled, bytes);
+  return out.take();
+}
+
+// Sleeps only after the ring was found empty with the sleeping word set. Comes back after signal handlers have run, and
+// when it was stirred: who waits looks whether it still has to.
+int wait(Client& client, int wake_fd, u64 timeout_ns, int stir_fd) {
   const u64 now = now_ns(), deadline = timeout_ns > ~u64{0} - now ? ~u64{0} : now + timeout_ns;
   for (;;) {
     if (!client.completions().may_sleep()) return Client::wait_ready;
     Client::Wait result;
     {
       const nb::gil_scoped_release unlocked;
-      result = Client::poll_once(wake_fd, deadline);
+      result = Client::poll_once(wake_fd, stir_fd, deadline);
     }
     client.completions().awake();
     if (result == Client::wait_interrupted && PyErr_CheckSignals() != 0) throw nb::python_error();
     if (client.completions().waiting()) return Client::wait_ready;
-    if (result == Client::wait_gone || result == Client::wait_deadline) return result;
+    if (result != Client::wait_again) return result;
   }
 }
 
@@ -273,7 +327,8 @@ void bind_leases(nb::module_& module) {
   nb::class_<WritableView>(module, "WritableView", nb::type_slots(writable_slots))
       .def_prop_ro("view", [](nb::handle self) { return memoryview_of(self); })
       .def_ro("exports", &WritableView::exports)
-      .def("retire", [](WritableView& slot) { slot.retired = true; });
+      .def("retire", [](WritableView& slot) { slot.retired = true; })
+      .def("retire_idle", [](WritableView& slot) { return slot.retired = slot.retired || slot.exports == 0; });
 }
 
 }  // namespace
@@ -369,7 +424,7 @@ void bind_client(nb::module_& module) {
            "type"_a, "op"_a, "payload"_a)
       .def("poll", [](Client& client, u32 frames_max) { return pop_frames(client.completions(), frames_max); },
            "frames_max"_a)
-      .def("wait", &wait, "wake_fd"_a, "timeout_ns"_a)
+      .def("wait", &wait, "wake_fd"_a, "timeout_ns"_a, "stir_fd"_a = -1)
       .def("may_sleep", [](Client& client) { return client.completions().may_sleep(); })
       .def("awake", [](Client& client) { client.completions().awake(); })
       .def("add",
@@ -380,6 +435,7 @@ void bind_client(nb::module_& module) {
            },
            "counter"_a, "amount"_a)
       .def("checksums", &checksums, "places"_a, "sizes"_a, "seeds"_a)
+      .def("fill", &fill, "places"_a, "sizes"_a, "sources"_a, "seeds"_a)
       .def("prefault",
            [](const Client& client, u32 segment, u64 offset, u64 bytes) {
              const std::shared_ptr<Mapping> mapping = client.segment(segment);  // stays while others close the client

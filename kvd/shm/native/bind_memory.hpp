@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bind_buffer.hpp"
+#include "client.hpp"
 #include "mapping.hpp"
 #include "ring.hpp"
 
@@ -80,16 +81,28 @@ nb::bytes column_of(const std::vector<T>& values) {
   return nb::bytes(values.data(), values.size() * sizeof(T));
 }
 
-// Up to frames_max frames as [(type, op, payload)]. What was good before a bad frame is returned first; the bad one is
+// Up to frames_max frames as [(type, op, payload)]. They leave the ring before the first Python object is made: making one
+// may run Python code that comes back here. What was good before a bad frame is returned first; the bad one is
 // met again by the next call.
 inline nb::list pop_frames(Consumer& ring, u32 frames_max) {
-  nb::list frames;
+  struct Taken {
+    u16 type;
+    u64 op;
+    std::size_t begin, size;
+  };
+  std::vector<Taken> taken;
+  std::string bytes;
   try {
     ring.pop(frames_max, [&](const FrameView& frame) {
-      frames.append(nb::make_tuple(frame.type, frame.op, nb::bytes(frame.payload, frame.size)));
+      taken.push_back({frame.type, frame.op, bytes.size(), frame.size});
+      bytes.append(reinterpret_cast<const char*>(frame.payload), frame.size);
     });
   } catch (const RingError&) {
-    if (frames.size() == 0) throw;
+    if (taken.empty()) throw;
+  }
+  nb::list frames;
+  for (const Taken& frame : taken) {
+    frames.append(nb::make_tuple(frame.type, frame.op, nb::bytes(bytes.data() + frame.begin, frame.size)));
   }
   return frames;
 }
@@ -103,6 +116,7 @@ inline int push_frame(Producer& ring, u16 type, u64 op, nb::handle payload) {
 // Memory of the pool that may be written. Exports the buffer protocol; its mapping lives as long as its views.
 struct WritableView {
   std::shared_ptr<Mapping> mapping;
+  std::shared_ptr<Writers> writers;
   u8* address;
   u64 size;
   u32 exports = 0;

@@ -30,7 +30,7 @@ void init_table(Table* self, int fd, u64 families_max, u64 records_max, const st
 
 nb::object memory(const Table& table, u32 segment, u64 offset, u64 size) {
   u8* address = table.memory(segment, offset, size);
-  return memoryview_of(nb::cast(WritableView{table.segment(segment), address, size}));
+  return memoryview_of(nb::cast(WritableView{table.segment(segment), std::make_shared<Writers>(), address, size}));
 }
 
 nb::tuple probe(const Table& table, nb::handle keys_in, nb::handle members_in) {

@@ -2,13 +2,13 @@
 
 #include <poll.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <system_error>
 
-#include "checksum.hpp"
 #include "mutants.hpp"
 #include "region.hpp"
 
@@ -83,9 +83,10 @@ void Client::unlink(LeaseSet& set) noexcept {
 u32 Client::close() {
   check_process();
   closed_ = true;
+  if (writers_->ended == nullptr) writers_->ended = "the client is closed";
   for (LeaseSet* set = sets_; set != nullptr; set = set->next) set->release(0, set->size());
   unmap_if_done();
-  return hazards_.used();
+  return hazards_.used() + writers_->live;
 }
 
 bool Client::header_gone() const noexcept {
@@ -96,14 +97,13 @@ void Client::retire() {
   check_process();
   if (retired_) return;
   lost_ = retired_ = closed_ = true;
-  pool_.assign(segments_.begin(), segments_.end());
+  writers_->ended = "the daemon that this belonged to is gone";
   unmap_if_done();
 }
 
 bool Client::left() const {
   check_process();
-  return retired_ && hazards_.used() == 0 &&
-         std::all_of(pool_.begin(), pool_.end(), [](const auto& segment) { return segment.expired(); });
+  return retired_ && hazards_.used() == 0 && writers_->live == 0;
 }
 
 void Client::unmap_if_done() noexcept {
@@ -328,12 +328,14 @@ const std::shared_ptr<Mapping>& Client::writable(u64 place, u64 size, u8*& addre
   return segments_[segment];
 }
 
-void Client::checksums(const u64* places, const u64* sizes, const u64* seeds, u64 count, u64* out) const {
+Slots Client::slots(const u64* places, const u64* sizes, u64 count) const {
+  Slots slots;
+  slots.addresses.resize(count);
   for (u64 i = 0; i < count; ++i) {
-    u8* address = nullptr;
-    writable(places[i], sizes[i], address);
-    out[i] = xxh3_64(address, sizes[i], seeds[i]);
+    const std::shared_ptr<Mapping>& segment = writable(places[i], sizes[i], slots.addresses[i]);
+    if (slots.kept.empty() || slots.kept.back() != segment) slots.kept.push_back(segment);
   }
+  return slots;
 }
 
 const std::shared_ptr<Mapping>& Client::segment(u32 segment) const {
@@ -375,11 +377,12 @@ void Client::touch(TouchKind kind, const Asked& asked, u64 matched, u64 missed, 
 
 // --- waiting
 
-Client::Wait Client::poll_once(int wake_fd, u64 deadline_ns) {
+Client::Wait Client::poll_once(int wake_fd, int stir_fd, u64 deadline_ns) {
   const u64 now = now_ns(), left = deadline_ns > now ? deadline_ns - now : 0;
   const timespec timeout{static_cast<time_t>(left / 1'000'000'000), static_cast<long>(left % 1'000'000'000)};
-  pollfd wake{wake_fd, POLLIN, 0};
-  const int ready = ppoll(&wake, 1, &timeout, nullptr);
+  pollfd fds[2] = {{wake_fd, POLLIN, 0}, {stir_fd, POLLIN, 0}};
+  const pollfd& wake = fds[0];
+  const int ready = ppoll(fds, stir_fd < 0 ? 1 : 2, &timeout, nullptr);
   if (ready == 0) return wait_deadline;
   if (ready < 0) {
     if (errno == EINTR) return wait_interrupted;
@@ -387,6 +390,13 @@ Client::Wait Client::poll_once(int wake_fd, u64 deadline_ns) {
   }
   if ((wake.revents & POLLNVAL) != 0) {
     throw std::system_error(EBADF, std::generic_category(), "waiting for the daemon");
+  }
+  if (stir_fd >= 0 && fds[1].revents != 0) {
+    u64 stirred;
+    if (read(stir_fd, &stirred, sizeof stirred) < 0 && errno != EAGAIN && errno != EINTR) {
+      throw std::system_error(errno, std::generic_category(), "waiting for the daemon");
+    }
+    if (wake.revents == 0) return wait_stirred;
   }
   char bytes[256];
   for (;;) {

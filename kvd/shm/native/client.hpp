@@ -16,6 +16,18 @@
 
 namespace kvd {
 
+// Who may write into the pool right now: counted with the GIL held, shared by a client and its writable views.
+struct Writers {
+  u32 live = 0;                 // exports of writable views, and fills under way
+  const char* ended = nullptr;  // why no further one is handed out
+};
+
+// Reserved slots, checked, and what keeps them mapped while the GIL is released.
+struct Slots {
+  std::vector<u8*> addresses;
+  std::vector<std::shared_ptr<Mapping>> kept;
+};
+
 struct Member {
   u8* address;
   u64 size, checksum;
@@ -42,22 +54,23 @@ class Client : public std::enable_shared_from_this<Client> {
   LeaseRef adopt(const u8* descriptors, u64 count);
   Member member(const Leased& lease, u32 member) const;
   const std::shared_ptr<Mapping>& writable(u64 place, u64 size, u8*& address) const;
-
-  // Checksums of reserved slots that were written in place, one for each place, size and seed.
-  void checksums(const u64* places, const u64* sizes, const u64* seeds, u64 count, u64* out) const;
+  Slots slots(const u64* places, const u64* sizes, u64 count) const;
+  const std::shared_ptr<Writers>& writers() const noexcept { return writers_; }
   const std::shared_ptr<Mapping>& segment(u32 segment) const;
 
   Producer& submissions() { return check(), sq_; }
   Consumer& completions() { return check(), cq_; }
-  enum Wait : int { wait_gone = -1, wait_deadline = 0, wait_ready = 1, wait_interrupted = 2, wait_again = 3 };
-  static Wait poll_once(int wake_fd, u64 deadline_ns);  // touches no memory of the region: run it without the GIL
+  enum Wait : int { wait_gone = -1, wait_deadline = 0, wait_ready = 1, wait_interrupted = 2, wait_again = 3, wait_stirred = 4 };
+  // Until a byte comes on the wake socket, or the eventfd `stir_fd` (or -1) is written to. Touches no memory of the
+  // region: run it without the GIL.
+  static Wait poll_once(int wake_fd, int stir_fd, u64 deadline_ns);
 
   void count(Counter counter, u64 amount) noexcept {
     Shared<u64>& word = header_->counters[counter];
     word.store(word.load(std::memory_order_relaxed) + amount, std::memory_order_relaxed);
   }
   u64 counter(Counter counter) const { return check(), header_->counters[counter].load(std::memory_order_relaxed); }
-  u32 close();  // releases what no view keeps; returns the leases that are left
+  u32 close();  // releases what no view keeps; returns the leases that are left and who may still write
   // The daemon is gone: nothing is found any more. Leases stay, so does all that they need.
   void lose() noexcept { lost_ = true; }
   bool lost() const noexcept { return lost_ || header_gone(); }
@@ -97,7 +110,7 @@ class Client : public std::enable_shared_from_this<Client> {
   u32 touch_records_ = 0, slot_ = 0;
   bool header_gone() const noexcept;
   bool closed_ = false, lost_ = false, retired_ = false;
-  std::vector<std::weak_ptr<Mapping>> pool_;  // of a retired client: what writable views may still keep
+  std::shared_ptr<Writers> writers_ = std::make_shared<Writers>();
   LeaseSet* sets_ = nullptr;
 };
 
