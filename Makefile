@@ -10,12 +10,13 @@ PIP     := $(BIN)/pip install --quiet --disable-pip-version-check
 NATIVE  := CMakeLists.txt pyproject.toml $(wildcard kvd/shm/native/*) $(wildcard third_party/xxhash/*)
 TORCH   := torch==2.13.0
 
-.PHONY: test-engines-sglang test-engines-vllm bench-engines-vllm help demo test test-long check format build sanitize stress-asan fuzz sim bench soak clean
+.PHONY: native-test test-engines-sglang test-engines-vllm bench-engines-vllm help demo test test-long check format build sanitize stress-asan fuzz sim bench soak clean
 
 help:
 	@sed -n 's/^# \?//p' Makefile | head -4
 	@echo "make build     the virtual environment and the native extension"
 	@echo "make test-long the long forms of stress and kill tests (SECONDS=60)"
+	@echo "make native-test  the C++ tests of the native code, without Python; make test runs them too"
 	@echo "make sanitize  native tests under ThreadSanitizer and AddressSanitizer"
 	@echo "make stress-asan  real processes stopped, killed and scribbled at with the extension under AddressSanitizer"
 	@echo "make fuzz      fuzz frames, rings, the index as clients read it, configurations (SECONDS=60)"
@@ -66,7 +67,7 @@ build: $(VENV)/stamp-build
 demo: $(VENV)/stamp-demo
 	@$(BIN)/python examples/demo.py
 
-test: $(VENV)/stamp-test
+test: $(VENV)/stamp-test native-test
 	@command -v systemd-analyze >/dev/null || { apt-get update -qq && apt-get install -y -qq systemd; } || true
 	$(BIN)/python -m pytest
 
@@ -156,6 +157,12 @@ sanitize: $(VENV)/stamp-venv
 
 stress-asan: $(VENV)/stamp-test
 	$(BIN)/python tests/asan.py --minutes 1
+
+native-test: $(VENV)/stamp-venv
+	@$(BIN)/cmake -S . -B build/native-test -G Ninja -DCMAKE_BUILD_TYPE=Release \
+	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DKVD_NATIVE_TESTS=ON >/dev/null && \
+	$(BIN)/cmake --build build/native-test && \
+	cd build/native-test && $(abspath $(BIN))/ctest --output-on-failure
 
 clean:
 	rm -rf build dist $(VENV)

@@ -27,21 +27,18 @@ class Blockers:
     def __init__(self, domain: Domain, clients: Clients) -> None:
         self._domain = domain
         self._clients = clients
-        self._evict = domain.performers[ev.DoEvict]
         self._wanted: deque[tuple[int, int]] = deque(maxlen=FAMILIES_MAX)  # entry, generation
         self._since_ns: dict[int, int] = {}  # client id -> when it was first seen to hold what was to leave
         self._told: set[int] = set()
-        domain.performers[ev.DoEvict] = self._evicted
+        domain.evicted_observers.append(self._evicted)
 
-    def _evicted(self, effect: ev.DoEvict) -> ev.Published | ev.Evicted | None:
-        """In place of the domain's own performer: notes one of the families that were held."""
-        answer = self._evict(effect)
-        if isinstance(answer, ev.Evicted) and len(answer.held):
+    def _evicted(self, _effect: ev.DoEvict, answer: ev.Evicted) -> None:
+        """Observes evictions: notes one of the families that were held."""
+        if len(answer.held):
             entry = memoryview(answer.held)[0]
             known = (entry, self._domain.table.entry(entry)["generation"])
             if known not in self._wanted:
                 self._wanted.append(known)
-        return answer
 
     def look(self) -> None:
         """Once a second: who holds what was to leave."""

@@ -68,6 +68,9 @@ class Domain:
     namespaces_of: dict[tuple[int, int], int] = field(
         default_factory=dict
     )  # by process: how many it brought up
+    # Told of each publication and eviction once the table has spoken, before the core is.
+    published_observers: list[Callable[[ev.DoPublish, ev.Published], None]] = field(default_factory=list)
+    evicted_observers: list[Callable[[ev.DoEvict, ev.Evicted], None]] = field(default_factory=list)
     leaving: dict[int, Callable[[], None]] = field(
         default_factory=dict
     )  # by slot: what follows when it is given up
@@ -147,11 +150,14 @@ class Domain:
         if effect.answer_op != ev.NO_OP:
             # The event that the answer stands for has happened; the client wakes up while the core writes its books.
             self.performers[ev.PublishedReply](ev.PublishedReply(effect.client, effect.answer_op, statuses))
-        return ev.Published(effect.token, statuses, memoryview(entries).cast("I"), differs, used)
+        answer = ev.Published(effect.token, statuses, memoryview(entries).cast("I"), differs, used)
+        for observe in self.published_observers:
+            observe(effect, answer)
+        return answer
 
     def _evict(self, effect: ev.DoEvict) -> ev.Evicted:
         out = self.table.evict(effect.entries, effect.withdraw)
-        return ev.Evicted(
+        answer = ev.Evicted(
             token=effect.token,
             freed=memoryview(out.freed).cast("I"),
             held=memoryview(out.held).cast("I"),
@@ -159,6 +165,9 @@ class Domain:
             places=memoryview(out.places).cast("Q"),
             sizes=memoryview(out.sizes).cast("Q"),
         )
+        for observe in self.evicted_observers:
+            observe(effect, answer)
+        return answer
 
     def _note(self, effect: ev.Note) -> None:
         logger = _log.warning if effect.level == "warning" else _log.info

@@ -87,10 +87,8 @@ class Events:
             self._context.destroy(linger=0)
             os.close(self._wake_fd)
             raise
-        self._publish = domain.performers[ev.DoPublish]
-        self._evict = domain.performers[ev.DoEvict]
-        domain.performers[ev.DoPublish] = self._published
-        domain.performers[ev.DoEvict] = self._evicted
+        domain.published_observers.append(self._published)
+        domain.evicted_observers.append(self._evicted)
 
     def _bound(self, kind: int, key: str, address: str) -> tuple[Any, str]:
         made = self._context.socket(kind)
@@ -122,15 +120,11 @@ class Events:
             self._walk()
         _log.info("events", listen=self.address, replay=self.replay_address, epoch=self._epoch)
 
-    def _published(self, effect: ev.DoPublish) -> ev.Published | ev.Evicted | None:
-        answer = self._publish(effect)
+    def _published(self, effect: ev.DoPublish, answer: ev.Published) -> None:
         self._put((View.published, effect, answer))
-        return answer
 
-    def _evicted(self, effect: ev.DoEvict) -> ev.Published | ev.Evicted | None:
-        answer = self._evict(effect)
+    def _evicted(self, effect: ev.DoEvict, answer: ev.Evicted) -> None:
         self._put((View.evicted, effect, answer))
-        return answer
 
     def _put(self, item: tuple[Any, ...]) -> None:
         if self._closing:

@@ -133,29 +133,26 @@ class Verifier:
         self._last: Sweep | None = None
         self._number = 0
         self._pool: ThreadPoolExecutor | None = None
-        self._publish = domain.performers[ev.DoPublish]
         self.writers = Writers(domain.sizes.records_max)
         self.counters = dict.fromkeys(
             ("verified_objects", "verified_bytes", "verify_damaged", "verify_left", "verify_sweeps",
              "verify_samples", "verify_samples_dropped", "damage_reports"), 0,
         )  # fmt: skip
-        domain.performers[ev.DoPublish] = self._published
+        domain.published_observers.append(self._published)
 
     # --- what comes in
 
-    def _published(self, effect: ev.DoPublish) -> ev.Published | ev.Evicted | None:
-        """In place of the domain's own performer: notes who wrote, and takes every n-th object as a sample."""
-        answer = self._publish(effect)
+    def _published(self, effect: ev.DoPublish, answer: ev.Published) -> None:
+        """Observes publications: notes who wrote, and takes every n-th object as a sample."""
         client = self._client_of(effect.client)
-        if client is None or not isinstance(answer, ev.Published):
-            return answer
+        if client is None:
+            return
         self.writers.wrote(client, effect.records, bytes(answer.statuses))
         if self._sample_every:
             self._until_sample -= len(effect.records)
             if self._until_sample <= 0:
                 self._until_sample = self._sample_every
                 self._take_sample(effect, answer)
-        return answer
 
     def _take_sample(self, effect: ev.DoPublish, answer: ev.Published) -> None:
         if len(self._samples) >= SAMPLES_MAX:
