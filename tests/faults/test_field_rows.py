@@ -268,6 +268,7 @@ def test_b8_all_members_of_a_chunk_leave_together(daemon: Any) -> None:
         seen = set()
         for seed, chain in enumerate(chains):
             with ns.reserve(chain, members=ranks) as writes:
+                writes.fill([bytes(ranks[item % 2].size_bytes) for item in range(len(writes))])
                 writes.publish()
             publish(ns, chain_of(ns, 1000 + seed, 8), SIZE)
             for each in chains[: seed + 1]:

@@ -1,4 +1,4 @@
-"""The client where things go wrong around it: closed while in use, a full ring, a daemon that stands still, loops that end.
+"""The client where things go wrong around it: closed in use, a full ring, a daemon that stands still, loops that end.
 
 Daemons are stopped with SIGSTOP: they answer nothing until SIGCONT, whatever the machine's load.
 """
@@ -68,7 +68,7 @@ def until_reserved(running: Any, expected_bytes: int) -> None:
 
 
 def test_a_store_that_closes_under_a_writable_view_gives_its_slot_to_nobody(daemon: Any) -> None:
-    """Fails if close counts leases alone: the daemon frees the slot, and the view writes into another client's object."""
+    """Fails if close counts leases alone: the slot is freed, and the view writes into another client's object."""
     running = daemon(pool={"size": "2MiB", "families_max": 64})
     store = kvd.connect(running.socket)
     ns = namespace(store)
@@ -356,7 +356,7 @@ def test_leaving_an_async_block_does_not_hold_the_loop(daemon: Any) -> None:
 
 
 def test_close_waits_until_nobody_looks_at_the_wake_socket(daemon: Any) -> None:
-    """Fails if close does not wait for the leader: it polls a number that is another socket by now, and eats its bytes."""
+    """Fails if close does not wait for the leader: it polls what is another socket by now, and eats its bytes."""
     running = daemon()
     store = kvd.connect(running.socket)
     ns = namespace(store)

@@ -268,6 +268,7 @@ def test_more_leases_than_a_client_has_room_for(daemon: Any) -> None:
         ns = store.namespace(kvd.Manifest(**MANIFEST))
         chain = ns.chain(array("I", range(100 * CHUNK)), CHUNK)
         with ns.reserve(chain, nbytes=SIZE) as writes:
+            writes.fill([b"\1" * SIZE] * len(chain))
             writes.publish()
         with pytest.raises(CapacityError) as caught:
             ns.acquire(chain)
