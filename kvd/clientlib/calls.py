@@ -375,7 +375,7 @@ class Calls:
             self.post(Sq.ABORT, messages.pack_abort(reservation, 0, len(statuses)))
 
     def post(self, kind: Sq, payload: bytes) -> None:
-        """Submit without waiting for the answer: now, or as soon as the ring has room. Nothing if the daemon is gone."""
+        """Submit without waiting for the answer: now, or when the ring has room. Nothing if the daemon is gone."""
         if self.lost is not None:
             return
         self._due.append((kind, payload))

@@ -104,15 +104,15 @@ def describe(model: Any) -> Kept:
         if not (torch.is_tensor(conv) and torch.is_tensor(recurrent)):
             raise _refused("a layer keeps a convolution or a recurrent state, not both", "both")
         options |= {"state_dtype": _name(recurrent.dtype), "conv_dtype": _name(conv.dtype)}
-    error: UsageError | None = None
+    first: UsageError | None = None
     for less in (0, 1) if states else (0,):  # some classes keep one column of the convolution less
         geometry = Geometry.from_hf_config(plain, **options, conv_columns_less=less)
         try:
             return Kept(geometry, name, dtype, device, _compare(geometry, cache))
         except UsageError as refused:
-            error = error or refused
-    assert error is not None
-    raise error
+            first = first or refused
+    assert first is not None
+    raise first
 
 
 def _compare(geometry: Geometry, cache: Any) -> dict[int, list[tuple[tuple[int, ...], torch.dtype]]]:

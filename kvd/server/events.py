@@ -79,10 +79,10 @@ class Events:
         self._context.setsockopt(zmq.LINGER, 0)
         try:
             self._pub, self.address = self._bound(zmq.PUB, "listen", config.listen)
-            self._router, self.replay_address = (
-                self._bound(zmq.ROUTER, "replay_listen", config.replay_listen)
-                if config.replay_listen else (None, "")
-            )  # fmt: skip
+            self._router: Any = None
+            self.replay_address = ""
+            if config.replay_listen:
+                self._router, self.replay_address = self._bound(zmq.ROUTER, "replay_listen", config.replay_listen)
         except ConfigError:
             self._context.destroy(linger=0)
             os.close(self._wake_fd)

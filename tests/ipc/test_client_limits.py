@@ -1,4 +1,4 @@
-"""The client where things go wrong around it: closed in use, a full ring, a daemon that stands still, loops that end.
+"""The client when things go wrong: closed while in use, a full ring, a daemon that stands still, loops that end.
 
 Daemons are stopped with SIGSTOP: they answer nothing until SIGCONT, whatever the machine's load.
 """

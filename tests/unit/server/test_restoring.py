@@ -1,5 +1,5 @@
 """A domain taken over from descriptors in this very process: the core of the next daemon knows what that of the last
-one knew, and goes on with it. Omitting any column of `Restore`, or any slot, entry or record of it, breaks `validate()`.
+one knew, and goes on with it. Omitting any column of `Restore`, slot, entry or record of it breaks `validate()`.
 """
 
 from __future__ import annotations
