@@ -235,8 +235,8 @@ def test_nothing_raises_whatever_is_wrong(make: Any, daemon: Any, backend: Any) 
 # -- the real engine ----------------------------------------------------------------------------------------
 
 engine_only = pytest.mark.skipif(
-    not PYTHON.exists() or not STUBS.exists(),
-    reason="no build/venv-sglang (make test-engines-sglang), or no stubs for its kernels beside this checkout",
+    not (os.environ.get("KVD_TEST_ENGINES") and PYTHON.exists() and STUBS.exists()),
+    reason="the real engine runs with make test-engines-sglang, and needs ../shared/engines/sglstub for its kernels",
 )
 
 
