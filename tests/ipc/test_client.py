@@ -257,7 +257,7 @@ def test_another_process_adopts_exported_leases(daemon: Any) -> None:
 
 
 def test_a_pool_full_of_leases_says_so_and_recovers(daemon: Any) -> None:
-    running = daemon(pool={"size": "16MiB"})
+    running = daemon(pool={"size": "16MiB"}, clients={"reserved_max": "100%"})
     with kvd.connect(running.socket) as store:
         ns = store.namespace(manifest())
         size = 1 << 20
