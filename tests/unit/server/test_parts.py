@@ -442,7 +442,9 @@ def test_too_few_descriptors_for_the_clients_are_refused_at_the_start(monkeypatc
     for limit, refused in ((wanted - 1, True), (wanted, False), (resource.RLIM_INFINITY, False)):
         monkeypatch.setattr(resource, "getrlimit", lambda _what, limit=limit: (limit, limit))
         if refused:
-            with pytest.raises(ConfigError, match=rf"need {wanted} descriptors, the process may have {limit}"):
+            with pytest.raises(
+                ConfigError, match=rf"need {wanted} descriptors, the process may have {limit}"
+            ):
                 app.check_host(config, sizes)
         else:
             app.check_host(config, sizes)
