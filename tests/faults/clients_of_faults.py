@@ -85,8 +85,8 @@ def pushed(store: kvd.Store) -> None:
     ns = namespace(store)
     writes = ns.reserve(chain_of(ns, WRITTEN), nbytes=SIZE)
     writes.fill([pattern(identity) for identity in chain_of(ns, WRITTEN)])
-    for _, payload in writes._publications(range(CHUNKS)):
-        store.native.submit(Sq.PUBLISH, 1 << 20, payload)
+    payload = writes._publication(writes._claim_publication(range(CHUNKS)))
+    store.native.submit(Sq.PUBLISH, 1 << 20, payload)
     unplug()
     stop()
 
