@@ -69,7 +69,7 @@ def until_reserved(running: Any, expected_bytes: int) -> None:
 
 def test_a_store_that_closes_under_a_writable_view_gives_its_slot_to_nobody(daemon: Any) -> None:
     """Fails if close counts leases alone: the slot is freed, and the view writes into another client's object."""
-    running = daemon(pool={"size": "2MiB", "families_max": 64})
+    running = daemon(pool={"size": "2MiB", "families_max": 64}, clients={"reserved_max": "100%"})
     store = kvd.connect(running.socket)
     ns = namespace(store)
     writes = ns.reserve(chain_of(ns, 1), nbytes=2 << 20)
@@ -102,7 +102,7 @@ def test_a_store_that_closes_with_a_reservation_nobody_looks_at_gives_it_back(da
 
 def test_what_was_never_filled_is_skipped_and_stays_reserved(daemon: Any) -> None:
     """Fails if publish takes every granted item: the slot shows what its memory held before, of another tenant."""
-    running = daemon(pool={"size": "2MiB", "families_max": 64})
+    running = daemon(pool={"size": "2MiB", "families_max": 64}, clients={"reserved_max": "100%"})
     with kvd.connect(running.socket) as store:
         secret = namespace(store, tenant="a", salt="a")
         chunks = (2 << 20) // (64 << 10)
