@@ -23,6 +23,7 @@ import os
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -49,6 +50,12 @@ class Rings(Protocol):
     def wait(self, wake_fd: int, timeout_ns: int, stir_fd: int, /) -> int: ...
     def may_sleep(self) -> bool: ...
     def awake(self) -> None: ...
+
+
+class Reservation(Protocol):
+    """What is used of `Writes`."""
+
+    def give_back(self) -> int: ...
 
 
 class _Waiter:
@@ -93,6 +100,7 @@ class Calls:
         self._leader: int | None = None  # the thread that sleeps on the wake socket for all
         self._asleep = False
         self._closing = False
+        self.reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()  # what close gives back
         self._loops: set[asyncio.AbstractEventLoop] = set()
         self._abandoned: set[int] = set()  # reservations nobody waits for any more
         self._due: deque[tuple[Sq, bytes]] = deque()  # what the ring had no room for, and nobody waits for

@@ -156,6 +156,8 @@ class Session:
 
         Otherwise the daemon learns from the kernel, when the process ends, that the memory can be used again.
         """
+        for reservation in list(self.calls.reservations):
+            reservation.give_back()  # a client that leaves while slots are its to write keeps them until it ends
         lost = self.calls.lost  # those who wait may notice the next line as a loss
         held = self.native.close()
         self.mapper.join()

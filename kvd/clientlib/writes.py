@@ -81,6 +81,7 @@ class Writes(Sequence["Write"]):
         self._seeds: dict[int, memoryview] = {}
         self._claims = threading.Lock()  # held for a look at the states, never while bytes move
         self.results: list[Published | None] = [None] * count
+        calls_.reservations.add(self)
 
     def __len__(self) -> int:
         return len(self._granted)
@@ -182,14 +183,15 @@ class Writes(Sequence["Write"]):
         somebody else's memory: ViewsAliveError says so; call again when they are gone. The end of the process gives
         back all.
         """
-        alive = self._abort()
+        alive = self.give_back()
         if alive:
             raise ViewsAliveError(
                 f"{alive} items are kept: arrays or slices of their writable views are alive",
                 code="views-alive",
             )
 
-    def _abort(self) -> int:
+    def give_back(self) -> int:
+        """As `abort`; returns how many items are kept instead of raising."""
         alive = 0
         due = []
         with self._claims:
@@ -209,7 +211,7 @@ class Writes(Sequence["Write"]):
 
     def __del__(self) -> None:
         if getattr(self, "_state", None) is not None:
-            self._abort()
+            self.give_back()
 
     def __enter__(self) -> Writes:
         return self
@@ -217,7 +219,7 @@ class Writes(Sequence["Write"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._abort() and error is None:
+        if self.give_back() and error is None:
             self.abort()
 
     async def __aenter__(self) -> Writes:
@@ -226,7 +228,7 @@ class Writes(Sequence["Write"]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._abort() and error is None:
+        if self.give_back() and error is None:
             self.abort()
 
     # -- one item -----------------------------------------------------------------------------------------
