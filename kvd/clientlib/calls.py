@@ -496,8 +496,8 @@ def check_batch(families: int, members: int) -> None:
     if families * members > limits.batch_items_max:
         most = limits.batch_items_max // members
         raise UsageError(
-            f"a batch of {families} chunks × {members} members is over {limits.batch_items_max} items; reserve at most "
-            f"{most} chunks at a time: chain[:{most}], then chain[{most}:{2 * most}], and so on",
+            f"a batch of {families} chunks × {members} members is over {limits.batch_items_max} items; reserve in "
+            f"several batches of at most {most} chunks: chain[:{most}], then chain[{most}:{2 * most}], and so on",
             code="batch", families=families, members=members, chunks_max=most,
         )  # fmt: skip
 

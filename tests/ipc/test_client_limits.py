@@ -486,9 +486,7 @@ def test_a_forked_child_cannot_use_its_parents_connection(daemon: Any) -> None:
 def test_a_batch_that_is_too_large_says_how_to_split_it(daemon: Any) -> None:
     with kvd.connect(daemon().socket) as store:
         ns = namespace(store)
-        with pytest.raises(
-            UsageError, match=r"at most 2048 chunks at a time: chain\[:2048\], then chain\[2048:4096\]"
-        ):
+        with pytest.raises(UsageError, match=r"at most 2048 chunks: chain\[:2048\], then chain\[2048:4096\]"):
             ns.reserve(chain_of(ns, 3000), members=[Member(0, 64), Member(1, 64)])
 
 
