@@ -9,6 +9,8 @@ less than --least (15), or if the first token differs.
     cold     prefill of the whole prompt
     kvd      chain, match, lease, copy out of shared memory, prefill of the rest
     live     prefill of the rest on a copy of the cache that is in the process already: what kvd could reach at best
+    processor_share says how much of its processors the cold run got: below 0.8 other work disturbs, and the ratio of
+    processor seconds (transformers_speedup_cpu) is the one to look at
     store    storing a cache of the whole prompt, of which kvd has nothing
 """
 
@@ -46,10 +48,12 @@ def first_token(model: Any, ids: Any, cache: Any, begin: int) -> int:
     return int(logits[0, -1].argmax())
 
 
-def seconds(run: Callable[[], int]) -> tuple[float, int]:
-    """How long it took, and what it gave."""
-    begin = time.perf_counter()
+def seconds(run: Callable[[], int], cpu: list[float] | None = None) -> tuple[float, int]:
+    """How long it took, and what it gave; `cpu` gets the processor seconds of all threads."""
+    begin, cpu_begin = time.perf_counter(), time.process_time()
     result = run()
+    if cpu is not None:
+        cpu.append(time.process_time() - cpu_begin)
     return time.perf_counter() - begin, result
 
 
@@ -66,8 +70,10 @@ def measure(model: Any, socket: str, tokens: int, repeats: int) -> dict[str, Any
         cache, held = writer.prefill(ids)
         store_s, _ = seconds(lambda: engine.Adapter(store, model, salt="again").save(cache, ids[:, :held]))
         cold, warm, live, tokens_seen = [], [], [], set()
+        cold_cpu: list[float] = []
+        warm_cpu: list[float] = []
         for _ in range(repeats):
-            took, token = seconds(lambda: first_token(model, ids, caches.new_cache(model), 0))
+            took, token = seconds(lambda: first_token(model, ids, caches.new_cache(model), 0), cold_cpu)
             cold.append(took)
             tokens_seen.add(token)
 
@@ -75,7 +81,7 @@ def measure(model: Any, socket: str, tokens: int, repeats: int) -> dict[str, Any
                 loaded, reused = reader.load(ids)
                 return first_token(model, ids, loaded, reused)
 
-            took, token = seconds(with_kvd)
+            took, token = seconds(with_kvd, warm_cpu)
             warm.append(took)
             tokens_seen.add(token)
             mine = copy.deepcopy(cache)
@@ -94,6 +100,10 @@ def measure(model: Any, socket: str, tokens: int, repeats: int) -> dict[str, Any
             "store_s": store_s,
             "prepare_s": prepare_s,
             "transformers_speedup": statistics.median(c / w for c, w in zip(cold, warm, strict=True)),
+            "transformers_speedup_cpu": statistics.median(
+                c / w for c, w in zip(cold_cpu, warm_cpu, strict=True)
+            ),
+            "processor_share": sum(cold_cpu) / sum(cold) / torch.get_num_threads(),
             "transformers_kvd_over_live": statistics.median(w / h for w, h in zip(warm, live, strict=True)),
             "tokens_equal": len(tokens_seen) == 1,
             "failures": counted.failures + writer.counters.failures,
@@ -109,12 +119,13 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--least", type=float, default=15.0)
+    parser.add_argument("--threads", type=int, default=min(2, len(os.sched_getaffinity(0))))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if not (options.model / "config.json").exists():
         print(f"no checkpoint in {options.model}: make demo makes it", file=sys.stderr)
         return 2
-    torch.set_num_threads(min(2, len(os.sched_getaffinity(0))))
+    torch.set_num_threads(options.threads)
     model = AutoModelForCausalLM.from_pretrained(str(options.model), dtype=torch.float32).eval()
     with tempfile.TemporaryDirectory(prefix="kvd-") as folder:
         config = Path(folder, "kvd.toml")
