@@ -82,7 +82,9 @@ class Events:
             self._router: Any = None
             self.replay_address = ""
             if config.replay_listen:
-                self._router, self.replay_address = self._bound(zmq.ROUTER, "replay_listen", config.replay_listen)
+                self._router, self.replay_address = self._bound(
+                    zmq.ROUTER, "replay_listen", config.replay_listen
+                )
         except ConfigError:
             self._context.destroy(linger=0)
             os.close(self._wake_fd)
