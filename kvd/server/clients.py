@@ -302,10 +302,16 @@ class Clients:
             self._loop.call_soon(self._guard, self.disconnect, client, None)
 
     def look_at_leases(self, client: Client, limit_bytes: int | None) -> bool:
-        """Count what a client holds; True if that is more than the limit."""
+        """Count what a client holds; True if that is more than the limit, which is logged when it comes to that."""
+        was_over = client.over_leased
         client.leases, client.leased_bytes = self._domain.table.held(client.slot)
         client.leased_ns = self._domain.clock.now_ns()
         client.over_leased = limit_bytes is not None and client.leased_bytes > limit_bytes
+        if client.over_leased and not was_over:
+            _log.warning(
+                "client_over_lease_limit", **self._who(client),
+                leased_bytes=client.leased_bytes, limit_bytes=limit_bytes,
+            )  # fmt: skip
         return client.over_leased
 
     def _disconnected_count(self) -> int:

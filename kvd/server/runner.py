@@ -19,7 +19,6 @@ from typing import Final
 from kvd.core import events as ev
 from kvd.errors import CapacityError, InvariantError, KvdError, ProtocolError, Retry, UsageError
 from kvd.layout.shards import Split
-from kvd.server import logs
 from kvd.server.clients import Client, Clients
 from kvd.server.domain import Domain
 from kvd.server.supervise import Guard
@@ -41,7 +40,6 @@ _TOUCH: Final = struct.Struct("<QQIIIIQIIQ8x")
 _NO_PARENT: Final = messages.NO_PARENT
 _PUSHED_ASLEEP: Final = 3
 _HOSTILE: Final = -1
-_log = logs.get("runner")
 
 
 split_of = lru_cache(256)(
@@ -350,13 +348,11 @@ class Runner:
         limit_bytes = self._domain.sizes.leased_bytes_max
         for client in list(self._clients.by_slot.values()):
             self._touches_of(client)
-            was_over = client.over_leased
-            if self._clients.look_at_leases(client, limit_bytes) and not was_over:
-                _log.warning(
-                    "client_over_lease_limit", slot=client.slot, pid=client.peer.pid, leased_bytes=client.leased_bytes,
-                    limit_bytes=limit_bytes, policy=self._leased_over,
-                )  # fmt: skip
-            if client.over_leased and self._leased_over == "disconnect" and client.attached:
+            if (
+                self._clients.look_at_leases(client, limit_bytes)
+                and self._leased_over == "disconnect"
+                and client.attached
+            ):
                 self._clients.kill(
                     client,
                     CapacityError(

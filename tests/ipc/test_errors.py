@@ -213,7 +213,7 @@ CALLS: dict[str, tuple[Callable[[kvd.Namespace, kvd.Chain], Any], str, list[str]
     "no chunk": (lambda ns, chain: ns.reserve(chain[:0], nbytes=SIZE), "KVD-USAGE-EMPTY", ["no chunk"]),
     "no size": (lambda ns, chain: ns.reserve(chain), "KVD-USAGE-MEMBERS", ["nbytes=", "members="]),
     "size 0": (lambda ns, chain: ns.reserve(chain, nbytes=0), "KVD-USAGE-SIZE", ["0 B"]),
-    "split": (lambda ns, chain: ns.reserve(chain, nbytes=SIZE, split=9), "KVD-USAGE-SPLIT", ["9"]),
+    "split": (lambda ns, chain: ns.reserve(chain, nbytes=SIZE, split=4096), "KVD-USAGE-SPLIT", ["4096"]),
     "chunk 0": (lambda ns, chain: ns.chain([1, 2], 0), "KVD-USAGE-CHUNK", ["0", "1 …"]),
     "algorithm": (lambda ns, chain: ns.chain([1], 16, algorithm="md5"), "KVD-USAGE-ALGORITHM", ["md5", "sha256"]),
     "identities": (lambda ns, chain: ns.chain_of(b"x" * 33, 16), "KVD-USAGE-IDENTITY", ["33", "32"]),
