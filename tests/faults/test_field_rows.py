@@ -245,7 +245,7 @@ def test_b6_a_task_that_dies_stops_the_daemon_for_all_to_see(daemon: Any) -> Non
 @pytest.mark.parametrize("percent", [60, 90, 100])
 def test_b7_large_objects_find_room_however_full_the_pool_is(daemon: Any, percent: int) -> None:
     """Room is made when it is asked for, not at a watermark, and across size classes."""
-    running = daemon(pool={"size": "64MiB"})
+    running = daemon(clients={"reserved_max": "100%"}, pool={"size": "64MiB"})
     with kvd.connect(running.socket) as store:
         ns = namespace(store)
         for seed in range(64 * percent // 100):
