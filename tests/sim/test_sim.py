@@ -14,24 +14,28 @@ from pathlib import Path
 
 import pytest
 
-from .campaign import EVENTS_PER_SCHEDULE, first_failure, run_one, run_seeds, shrink
+from .campaign import EVENTS_PER_SCHEDULE, first_failure, run_one, shrink
 from .planted import PLANTED, SEEDS_MAX
 
-SECONDS = 6.0
+FIRST_SEED, SEEDS = 10_000, 300
 FIXED_SEEDS = 60
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
 def test_no_promise_is_broken() -> None:
-    first = time.time_ns() // 1000 % 10**10
-    figures = run_seeds(first, 1, SECONDS)
-    print(figures.line(first))
-    assert not figures.failures, [
+    """The same schedules every time; `make sim` looks at new ones."""
+    failure = first_failure(range(FIRST_SEED, FIRST_SEED + SEEDS))
+    assert failure is None, (
         f"{failure.what}: {(shrink(failure.seed, EVENTS_PER_SCHEDULE) or failure).command(EVENTS_PER_SCHEDULE)}"
-        for failure in figures.failures[:3]
-    ]
-    assert figures.schedules / figures.cpu_seconds > 20, "the simulation has become too slow to find anything"
+    )
+
+
+@pytest.mark.xfail(
+    strict=True, reason="open: a reservation does not claim a family that is there; the audit sees it"
+)
+def test_an_open_defect() -> None:
+    assert first_failure([5012194867]) is None
 
 
 @pytest.mark.slow
@@ -86,7 +90,7 @@ def test_a_failure_names_the_command_that_replays_it() -> None:
     """The command line as people use it: a violation in the figures, a command, and the same violation from it."""
     program = (
         "import sys; from tests.sim import __main__ as sim; from tests.sim.planted import PLANTED\n"
-        "with PLANTED['abort while the copy runs'].plant(): sys.exit(sim.main())"
+        "with PLANTED['publication twice'].plant(): sys.exit(sim.main())"
     )
     command = [sys.executable, "-c", program]
     ran = subprocess.run(
@@ -99,7 +103,7 @@ def test_a_failure_names_the_command_that_replays_it() -> None:
     )
     told = subprocess.run([*command, *replay], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert told.returncode == 1
-    assert "late write" in told.stdout.splitlines()[-1]
+    assert told.stdout.splitlines()[-1].startswith(f"seed {replay[1]}, event ")
     honest = subprocess.run(
         [sys.executable, "-m", "tests.sim", *replay], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
