@@ -4,6 +4,7 @@
     python -m tests.sim --seed 4711 --tail 60     one seed, the end of its trace
     python -m tests.sim --seed 4711 --upto 130    the same, and stop after event 130
     python -m tests.sim --seed 4711 --shrink      leave out every kind of event that the failure does not need
+    python -m tests.sim --plant 'hazards ignored' all of this with a fault of `planted.py` in the code
 
 Exit status 1 if a promise was broken. Seeds are those from `--first` on; without it they begin at the time of day.
 """
@@ -11,12 +12,16 @@ Exit status 1 if a promise was broken. Seeds are those from `--first` on; withou
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from .campaign import EVENTS_PER_SCHEDULE, Failure, Figures, run_seeds, shrink
+from .planted import PLANTED
 from .simulation import Simulation
 
 
@@ -34,7 +39,17 @@ def main() -> int:
     parser.add_argument("--without", default="", help="kinds of events to leave out, with commas")
     parser.add_argument("--tail", type=int, default=40, help="lines of the trace to show")
     parser.add_argument("--shrink", action="store_true")
+    parser.add_argument(
+        "--plant", choices=sorted(PLANTED), default="", help="plant a fault that must be found"
+    )
     args = parser.parse_args()
+    planted: AbstractContextManager[Any] = PLANTED[args.plant].plant() if args.plant else nullcontext()
+    with planted:  # the processes of a campaign are forked from here and inherit it
+        return run(args)
+
+
+def run(args: argparse.Namespace) -> int:
+    """What the arguments ask for."""
     without = frozenset(args.without.split(",")) - {""}
     if args.seed is None:
         return campaign(args)
@@ -44,7 +59,7 @@ def main() -> int:
             print(f"seed {args.seed} breaks no promise")
             return 0
         without = failure.without
-        print(f"smallest: {failure.command(args.events)}")
+        print(f"smallest: {failure.command(args.events, args.plant)}")
     return replay(args.seed, args.events, args.upto, without, args.tail)
 
 
@@ -53,7 +68,7 @@ def campaign(args: argparse.Namespace) -> int:
     first = time.time_ns() // 1000 % 10**10 if args.first is None else args.first
     figures = Figures()
     count = max(args.processes, 1)
-    with ProcessPoolExecutor(count) as pool:
+    with ProcessPoolExecutor(count, multiprocessing.get_context("fork")) as pool:
         jobs = [pool.submit(run_seeds, first + at, count, args.seconds, args.events) for at in range(count)]
         for job in jobs:
             figures.add(job.result())
@@ -61,7 +76,7 @@ def campaign(args: argparse.Namespace) -> int:
     for failure in figures.failures[:5]:
         smallest = shrink(failure.seed, args.events) or failure
         print(f"\nseed {failure.seed}, event {failure.event}: {failure.what}")
-        print(f"  replay: {smallest.command(args.events)}")
+        print(f"  replay: {smallest.command(args.events, args.plant)}")
         for line in smallest.tail[-25:]:
             print(f"    {line}")
     return 1 if figures.failures else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from .simulation import ALWAYS, WEIGHTS, Simulation
 EVENTS_PER_SCHEDULE: Final = 300
 TAIL_LINES: Final = 40
 FAILURES_KEPT_MAX: Final = 20
+NUMBERS: Final = re.compile(r"\b[0-9a-f]{8}\b|\d+")
 
 
 @dataclass(slots=True)
@@ -19,7 +22,7 @@ class Failure:
     """A promise that a seed broke."""
 
     seed: int
-    event: int
+    event: int  # the one that broke it, from 1 on
     what: str
     without: frozenset[str] = frozenset()
     tail: list[str] = field(default_factory=list)
@@ -29,16 +32,24 @@ class Failure:
         """What this simulation came to."""
         return cls(
             sim.seed,
-            sim.events,
+            sim.event,
             f"{type(error).__name__}: {error}",
             sim.without,
             list(sim.trace)[-TAIL_LINES:],
         )
 
-    def command(self, events: int) -> str:
-        """What replays it."""
+    @property
+    def promise(self) -> str:
+        """What was broken, without the numbers and names of this one case."""
+        return NUMBERS.sub("#", self.what)
+
+    def command(self, events: int, plant: str = "") -> str:
+        """What replays it, with the planted fault of this name if there was one."""
         without = f" --without {','.join(sorted(self.without))}" if self.without else ""
-        return f"python -m tests.sim --seed {self.seed} --events {events} --upto {self.event}{without}"
+        planted = f" --plant {shlex.quote(plant)}" if plant else ""
+        return (
+            f"python -m tests.sim --seed {self.seed} --events {events} --upto {self.event}{without}{planted}"
+        )
 
 
 @dataclass(slots=True)
@@ -119,7 +130,10 @@ def first_failure(seeds: Iterable[int], events: int = EVENTS_PER_SCHEDULE) -> Fa
 
 
 def shrink(seed: int, events: int) -> Failure | None:
-    """The failure of this seed with as few kinds of events as it needs, and its trace. None: it does not fail."""
+    """The failure of this seed with as few kinds of events as it needs, and its trace. None: it does not fail.
+
+    A schedule without a kind is another schedule: it counts only if it breaks the same promise.
+    """
     _, best = run_one(seed, events)
     if best is None:
         return None
@@ -127,7 +141,7 @@ def shrink(seed: int, events: int) -> Failure | None:
         if kind in ALWAYS:
             continue
         _, failure = run_one(seed, events, without=best.without | {kind})
-        if failure is not None and failure.what.split(":")[0] == best.what.split(":")[0]:
+        if failure is not None and failure.promise == best.promise:
             best = failure
     _, told = run_one(seed, events, tracing=True, without=best.without)
     return told

@@ -1,7 +1,7 @@
 """Faults that the simulation must find: each takes one step of a protocol away, or does it at the wrong moment.
 
 `PLANTED` maps the name of a fault to what is left out, where the promise breaks (a part of the message) and a patch to
-apply. `docs/design/sim.md` lists them; `test_sim.py` applies each and demands that it is found within `SEEDS_MAX`
+apply. `docs/design/sim.md` lists them; `test_planted.py` applies each and demands that it is found within `SEEDS_MAX`
 schedules, by the promise that it breaks and not by chance.
 """
 

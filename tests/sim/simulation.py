@@ -102,6 +102,7 @@ class Simulation:
         self.tracing = tracing
         self.trace: deque[str] = deque(maxlen=TRACE_LINES_MAX)
         self.events = 0
+        self.events_max = 0  # of the run
         self.counts: dict[str, int] = {}
         self.tally: dict[str, int] = {}  # what came of the events
         self.now_ns = 10**12
@@ -137,15 +138,21 @@ class Simulation:
         """Something happened that the figures should show."""
         self.tally[what] = self.tally.get(what, 0) + count
 
+    @property
+    def event(self) -> int:
+        """Number of the event that is being performed, from 1 on; the last one's during the end."""
+        return min(self.events + 1, self.events_max)
+
     def say(self, what: str) -> None:
         """A line of the trace."""
-        self.trace.append(f"{self.events:6} {what}")
+        self.trace.append(f"{self.event:6} {what}")
 
     # -- running -------------------------------------------------------------------------------------------------
 
     def run(self, events_max: int, upto: int | None = None) -> None:
         """Draw so many events, then end in order. Raises Violation or InvariantError. `upto`: stop there instead."""
         shape = self.shape
+        self.events_max = events_max
         with (
             patch.object(publishing, "gone_items_per_turn", shape.turn_items),
             patch.object(administration, "clear_families_per_turn", shape.turn_items),
