@@ -200,19 +200,24 @@ class Forest:
         if have | class_set != have:
             self.classes_of[run] = self.class_set_row(have | class_set)
 
-    def link(self, before: int, entry: int) -> None:
-        """The family `entry` lies directly behind `before`, which the forest learns late if it came first."""
+    def link(self, before: int, entry: int) -> int:
+        """The family `entry` lies directly behind `before`, which the forest learns late if it came first.
+
+        Returns the run that it lay behind until now, NONE if none or if it stays where it is: what is claimed from
+        `entry` on holds that run no longer.
+        """
         run = self.run_of[entry]
         members = self.members[run]
         at = 0 if members[0] == entry else members.index(entry)
         known = members[at - 1] if at else self._tail(self.parent[run])
         if known == before:
-            return
+            return NONE
         if any(one == run for one in self.path(self.run_of[before])):
-            return  # a client that names keys in a circle gets no circle
+            return NONE  # a client that names keys in a circle gets no circle
         self.linked.append((entry, before))
         if at:
             self.split(run, at)
+        left = self.parent[run]
         parent = self.ending_at(before)
         self.pins.detach(run)
         self._unlink_child(run)
@@ -224,6 +229,7 @@ class Forest:
                 self.policy.reused(one, self.run_bytes[one])
             else:
                 self.policy.refreshed(one)
+        return left
 
     def refresh(self, run: int, now_ns: int) -> None:
         """The run and all before it become the warmest of their lists, the root last."""

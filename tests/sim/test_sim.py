@@ -1,25 +1,17 @@
-"""The core under simulation: no seed breaks a promise, a seed tells the same story twice, planted faults are found.
+"""The core under simulation: no seed breaks a promise, and a seed tells the same story twice.
 
-The short form runs seeds for `SECONDS` with a fresh first seed, which is printed: a failure names the command that
-replays it. `make sim SECONDS=120` is the long form. Every fault of `planted.py` must be found within so many schedules
-and by the promise that it breaks: a simulation that cannot find them proves nothing.
+The short form runs the same schedules every time; a failure names the command that replays it. `make sim SECONDS=120`
+is the long form, with new ones. That it can find what it looks for is shown in `test_planted.py`.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 import pytest
 
 from .campaign import EVENTS_PER_SCHEDULE, first_failure, run_one, shrink
-from .planted import PLANTED, SEEDS_MAX
 
 FIRST_SEED, SEEDS = 10_000, 300
 FIXED_SEEDS = 60
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
@@ -31,10 +23,8 @@ def test_no_promise_is_broken() -> None:
     )
 
 
-@pytest.mark.xfail(
-    strict=True, reason="open: a reservation does not claim a family that is there; the audit sees it"
-)
-def test_an_open_defect() -> None:
+def test_families_that_are_moved_keep_what_they_lay_behind_claimed() -> None:
+    """Found by the simulation. Fails if `Publishing._link` does not claim what a moved run lay behind before."""
     assert first_failure([5012194867]) is None
 
 
@@ -67,44 +57,3 @@ def test_a_seed_tells_the_same_story(seed: int) -> None:
         assert failure is None
         stories.append((list(sim.trace), sim.counts, sim.now_ns))
     assert stories[0] == stories[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLANTED)
-def test_planted_fault_is_found(name: str) -> None:
-    fault = PLANTED[name]
-    began_s = time.process_time()
-    with fault.plant():
-        for seed in range(SEEDS_MAX):
-            failure = first_failure([seed])
-            if failure is not None and any(part in failure.what for part in fault.found):
-                break
-        else:
-            pytest.fail(f"{name} was not found in {SEEDS_MAX} schedules")
-    print(f"{name}: schedule {seed}, {time.process_time() - began_s:.2f} s of CPU: {failure.what}")
-    assert first_failure([seed]) is None, "the seed fails without the fault as well"
-
-
-@pytest.mark.slow
-def test_a_failure_names_the_command_that_replays_it() -> None:
-    """The command line as people use it: a violation in the figures, a command, and the same violation from it."""
-    program = (
-        "import sys; from tests.sim import __main__ as sim; from tests.sim.planted import PLANTED\n"
-        "with PLANTED['publication twice'].plant(): sys.exit(sim.main())"
-    )
-    command = [sys.executable, "-c", program]
-    ran = subprocess.run(
-        [*command, "--seconds", "30", "--first", "0", "--processes", "1"],  # it ends with the first failure
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert ran.returncode == 1, ran.stdout + ran.stderr
-    replay = (
-        next(line for line in ran.stdout.splitlines() if "replay: " in line).split("-m tests.sim ")[1].split()
-    )
-    told = subprocess.run([*command, *replay], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert told.returncode == 1
-    assert told.stdout.splitlines()[-1].startswith(f"seed {replay[1]}, event ")
-    honest = subprocess.run(
-        [sys.executable, "-m", "tests.sim", *replay], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert honest.returncode == 0, honest.stdout

@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+import time
 
 import msgpack
 import pytest
@@ -130,18 +131,20 @@ def test_a_disk_that_is_full_ends_the_recording(world, keys, tmp_path, monkeypat
     here = world()
     client = here.attach()
     tracer = Tracer(here.domain)
+    path = str(tmp_path / "x")
     real = os.write
 
     def full(fd, data):
-        if fd == tracer._recording.fd if tracer._recording else False:
+        if os.readlink(f"/proc/self/fd/{fd}") == path:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(fd, data)
 
     monkeypatch.setattr(traces.os, "write", full)
-    tracer.start(str(tmp_path / "x"))
+    tracer.start(path)
     recording = tracer._recording
-    while recording.written_bytes < recording.pushed_bytes:
-        pass
+    give_up = time.monotonic() + 10
+    while not recording.error:  # the writer's thread has met it
+        assert time.monotonic() < give_up
     client.store(keys(4))
     status = finish(tracer)
     assert status["error"] == "No space left on device"
