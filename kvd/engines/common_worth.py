@@ -24,6 +24,9 @@ class Worth:
     def __init__(self) -> None:
         self.load_bytes_per_s = 0.0
         self.prefill_ns_per_token = 0.0
+        # Made when a rate changes, not when a request asks: that is on the path of a scheduler's step.
+        self._cost: LoadCost | None = None
+        self._prefill: PrefillCost | None = None
         self.refused_count = 0
         self._failures = 0
         self._rest_until_ns = 0
@@ -33,6 +36,7 @@ class Worth:
         self._failures = 0
         if size_bytes >= _LOAD_BYTES_MIN and took_ns > 0:
             self.load_bytes_per_s = _mean(self.load_bytes_per_s, size_bytes * 1e9 / took_ns)
+            self._cost = LoadCost(_LOOKUP_NS, max(1, int(self.load_bytes_per_s)), None, 0)
 
     def failed(self, now_ns: int) -> None:
         """A load failed. Too many in a row stop loading for a while: something is wrong that retrying will not mend."""
@@ -44,19 +48,15 @@ class Worth:
         """A step that computed so many tokens of prompts took so long."""
         if tokens >= _PREFILL_TOKENS_MIN and took_ns > 0:
             self.prefill_ns_per_token = _mean(self.prefill_ns_per_token, took_ns / tokens)
+            self._prefill = PrefillCost(0, int(self.prefill_ns_per_token * 1000), 0)
 
     def pays(self, prompt_tokens: int, prefix_tokens: int, size_bytes: int, now_ns: int) -> bool:
         """Whether to load `size_bytes` for the first `prefix_tokens` of the `prompt_tokens` that must be computed."""
         if now_ns < self._rest_until_ns:
             return False
-        if (
-            not self.load_bytes_per_s
-            or not self.prefill_ns_per_token
-            or not 0 < prefix_tokens < prompt_tokens
-        ):
+        cost, prefill = self._cost, self._prefill
+        if cost is None or prefill is None or not 0 < prefix_tokens < prompt_tokens:
             return True
-        cost = LoadCost(_LOOKUP_NS, max(1, int(self.load_bytes_per_s)), None, 0)
-        prefill = PrefillCost(0, int(self.prefill_ns_per_token * 1000), 0)
         if load_gain_ns(cost, prefill, prompt_tokens, prefix_tokens, size_bytes) > 0:
             return True
         self.refused_count += 1

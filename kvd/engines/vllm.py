@@ -70,7 +70,9 @@ def _nothing(*_: object, **__: object) -> None:
 
 
 class KvdConnector(KVConnectorBase_V1, SupportsHMA):
-    """See the module. `hook_ns`: how long the latest steps' scheduler hooks took, match and metadata together."""
+    """See the module. `hook_ns`: how long the scheduler hooks of the latest steps took, match and metadata together;
+    `arrival_ns`: how long it took to name the blocks of each request, when it was queued.
+    """
 
     _cache_hit_source = vllm_stats.HIT_SOURCE
 
@@ -79,6 +81,7 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
         self.hook_ns: deque[int] = deque(maxlen=_HOOK_SAMPLES)
+        self.arrival_ns: deque[int] = deque(maxlen=_HOOK_SAMPLES)
         self._step_ns = 0
         self._logged_s = 0.0
         self._plan = Plan()
@@ -108,6 +111,15 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             log.exception("kvd: %s failed; the engine goes on", name)
 
     # -- scheduler ----------------------------------------------------------------------------------------
+
+    @guarded(_nothing)
+    def on_new_request(self, request: Request) -> None:
+        """A request is queued, between steps."""
+        if self.scheduler is None:
+            return
+        began_ns = time.perf_counter_ns()
+        self.scheduler.arrived(request)
+        self.arrival_ns.append(time.perf_counter_ns() - began_ns)
 
     @guarded(lambda *_: (0, False))
     def get_num_new_matched_tokens(

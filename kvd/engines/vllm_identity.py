@@ -76,6 +76,7 @@ class Identity:
     blocks: int
     layers: tuple[tuple[str, ...], ...]
     groups: tuple[int, ...]  # number in the geometry of each group of the engine
+    bytes_per_token: int  # of all groups and shards
 
     @property
     def one_group(self) -> bool:
@@ -90,7 +91,7 @@ class Identity:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of one chunk, all groups and shards."""
-        return self.geometry.bytes_per_token * self.chunk_tokens
+        return self.bytes_per_token * self.chunk_tokens
 
     def adapted(self, adapter: str) -> Manifest:
         """The manifest of requests that use a LoRA."""
@@ -130,6 +131,7 @@ def identify(vllm_config: Any, kv_cache_config: Any) -> Identity:
         blocks=int(kv_cache_config.num_blocks),
         layers=tuple(names for names, _ in groups),
         groups=order,
+        bytes_per_token=geometry.bytes_per_token,
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from kvd.clientlib.chain import Chain
 from kvd.clientlib.families import FamilyLeases
 from kvd.clientlib.namespace import Namespace
+from kvd.clientlib.session import Session
 from kvd.clientlib.store import Store
 from kvd.engines.common import weights_revision
 from kvd.engines.common_attach import Attachment
@@ -43,8 +44,7 @@ class _Request:
     matched_tokens: int = 0
     base: int = 0  # chunks that were there when it was matched
     saved: int = 0  # chunks that are there, or were handed out to be saved
-    saves: bool = False  # whether any was handed out since `preemptions`
-    preemptions: int = 0
+    preemptions: int = 0  # when blocks were first handed out to be saved
     no_load: bool = False
 
 
@@ -57,6 +57,7 @@ class SchedulerSide:
         self.worth = Worth()
         self._workers = workers
         self._requests: dict[str, _Request] = {}
+        self._saving: dict[str, _Request] = {}  # those of which blocks were handed out to be saved
         self._promised: list[Load] = []
         self._held: dict[int, FamilyLeases] = {}  # by load number
         self._ended: dict[int, int] = {}
@@ -65,8 +66,11 @@ class SchedulerSide:
         self._epoch = 0
         self._generation = ""
         self._worker_epochs: set[str] | None = None
+        self._agreed: Session | None = None  # the last one that was found to be the workers'
         self._adapters: dict[tuple[str, int, int], str | None] = {}
         settings = identity.settings
+        # With several block tables a failure can only be told of a whole request, and only between steps.
+        self._between_steps = settings.load == "async" or not identity.one_group
         self.attachment: Attachment[Store] = Attachment(
             self._prepare, socket=settings.socket, client=f"vllm-scheduler-{os.getpid()}",
             deadline_s=settings.deadline_s,
@@ -78,6 +82,13 @@ class SchedulerSide:
         return store
 
     # -- what is there ------------------------------------------------------------------------------------
+
+    def arrived(self, request: Any) -> None:
+        """A request was queued: name its blocks now, so that the step that looks it up does not."""
+        state = self._state(request)
+        store = self.attachment.session
+        if store is not None and (adapter := self._adapter(request)) is not None:
+            self._chain(state, namespace_of(store, self.identity, adapter, self._generation))
 
     def match(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
         """Tokens that can be loaded beyond `computed_tokens`, and whether between steps. Takes leases for it."""
@@ -104,15 +115,10 @@ class SchedulerSide:
         state.matched, state.matched_computed, state.matched_tokens = leases, computed_tokens, tokens
         return tokens, self._between_steps
 
-    @property
-    def _between_steps(self) -> bool:
-        """With several block tables a failure can only be told of a whole request, and only between steps."""
-        return self.identity.settings.load == "async" or not self.identity.one_group
-
     def _pays(self, request: Any, computed_tokens: int, tokens: int) -> bool:
         if not self.identity.settings.break_even:
             return True
-        size_bytes = tokens * self.identity.geometry.bytes_per_token
+        size_bytes = tokens * self.identity.bytes_per_token
         if self.worth.pays(request.num_tokens - computed_tokens, tokens, size_bytes, time.monotonic_ns()):
             return True
         self.counters.add("loads_refused")
@@ -127,9 +133,7 @@ class SchedulerSide:
     def _namespace(self, state: _Request) -> Namespace | None:
         """Where the chunks of a request are; None while the daemon is away, or the workers are at another one."""
         store = self.attachment.session
-        if store is None or (
-            self._worker_epochs is not None and self._worker_epochs != {str(store.present_session.epoch)}
-        ):
+        if store is None or not self._same_daemon(store.present_session):
             self.counters.add("lookups_away")
             return None
         adapter = self._adapter(state.request)
@@ -138,6 +142,16 @@ class SchedulerSide:
             return None
         state.adapter = adapter
         return namespace_of(store, self.identity, adapter, self._generation)
+
+    def _same_daemon(self, session: Session) -> bool:
+        """Whether the workers are at the daemon of this session, as far as they have told."""
+        if session is self._agreed:
+            return True
+        if self._worker_epochs is not None:
+            if self._worker_epochs != {str(session.epoch)}:
+                return False
+            self._agreed = session
+        return True
 
     def _adapter(self, request: Any) -> str | None:
         """The name of a request's LoRA with a revision of its weights; None until a thread has looked at them."""
@@ -167,7 +181,7 @@ class SchedulerSide:
         root = namespace.manifest.root
         chain = state.chain
         if chain is None or state.root != root:
-            chain = state.chain = namespace.chain_hashes(b"", HASH_BYTES, self.identity.chunk_tokens)
+            chain = state.chain = Chain(root, self.identity.chunk_tokens, "sha256")
             state.root = root
         every = self.identity.hashes_per_chunk
         hashes = state.request.block_hashes
@@ -276,23 +290,25 @@ class SchedulerSide:
                 block_ids=tuple(list(ids[first:stop]) for ids in table),
             )
         )
-        state.saved, state.saves = stop, True
+        state.saved = stop
+        if state.request.request_id not in self._saving:
+            self._saving[state.request.request_id] = state
+            state.preemptions = state.request.num_preemptions
 
     def preempted(self) -> None:
         """Find requests whose blocks the engine has taken away since the last step."""
-        for request_id, state in self._requests.items():
-            if state.preemptions != (count := state.request.num_preemptions):
-                state.preemptions = count
-                if state.saves:
-                    state.saves, state.saved = False, state.base
-                    self._gone.append(request_id)
+        lost = [i for i, s in self._saving.items() if s.preemptions != s.request.num_preemptions]
+        for request_id in lost:
+            state = self._saving.pop(request_id)
+            state.saved = state.base
+            self._gone.append(request_id)
 
     # -- reports ------------------------------------------------------------------------------------------
 
     def reported(self, report: Report) -> None:
         """Workers are through with loads, or lost them."""
         if report.attached_epochs:
-            self._worker_epochs = report.attached_epochs
+            self._worker_epochs, self._agreed = report.attached_epochs, None
         for number, count in report.ended.items():
             total = self._ended.get(number, 0) + count
             if total < self._workers:
@@ -319,8 +335,8 @@ class SchedulerSide:
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._release(state)
-            if state.saves:
-                self._gone.append(request.request_id)
+        if self._saving.pop(request.request_id, None) is not None:
+            self._gone.append(request.request_id)
 
     def reset(self) -> None:
         """The engine drops its caches because KV of the past is no longer right: go on in a namespace of its own."""
@@ -336,6 +352,7 @@ class SchedulerSide:
         for leases in self._held.values():
             leases.release()
         self._requests.clear()
+        self._saving.clear()
         self._held.clear()
         self.attachment.close()
 

@@ -405,3 +405,26 @@ def test_a_worker_at_another_daemon_makes_it_a_miss(rig: Callable[..., Rig]) -> 
     one.worker._told_epoch = None
     one.compute(one.plan({}, {}))
     assert one.scheduler.match(Request("c", 3 * BLOCK + 1), 0) == (3 * BLOCK, False)
+
+
+@pytest.mark.slow
+def test_a_request_is_named_when_it_arrives(rig: Callable[..., Rig]) -> None:
+    """The step that looks it up hashes nothing any more, and finds the same; nothing is kept of one that never ran."""
+    one = rig()
+    one.store(Request("a", 5 * BLOCK + 1), [1, 2, 3, 4, 5])
+    request, other = Request("b", 5 * BLOCK + 1), Request("c", 5 * BLOCK + 1)
+    one.scheduler.arrived(request)
+    chain = one.scheduler._requests["b"].chain
+    assert chain is not None
+    assert len(chain) == 5
+    assert one.scheduler.match(request, 0) == one.scheduler.match(other, 0) == (5 * BLOCK, False)
+    assert one.scheduler._requests["b"].chain is chain
+    assert bytes(chain.identities) == bytes(one.scheduler._requests["c"].chain.identities)  # type: ignore[union-attr]
+    late = Request("d", 5 * BLOCK + 1)
+    one.scheduler.arrived(late)
+    one.scheduler.reset()  # whatever was named before has another name now
+    assert one.scheduler.match(late, 0) == (0, False)
+    for ended in (request, other, late):
+        one.scheduler.finished(ended)
+    assert one.scheduler._requests == one.scheduler._saving == {}
+    assert one.held() == 0
