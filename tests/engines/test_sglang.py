@@ -47,9 +47,14 @@ def backend() -> Any:
             def register_mem_pool_host(self, pool: Any) -> None:
                 self.mem_pool_host = pool
 
+            def register_mem_host_pool_v2(self, pool: Any, name: str) -> None:
+                self.registered_pools = {name: pool}
+
         class Result(SimpleNamespace):
-            def __init__(self, kv_hit_pages: int, extra_pool_hit_pages: dict[str, int]) -> None:
-                super().__init__(kv_hit_pages=kv_hit_pages, extra_pool_hit_pages=extra_pool_hit_pages)
+            def __init__(self, kv: int, extra: dict[str, int], restorable: list[int] | None = None) -> None:
+                super().__init__(
+                    kv_hit_pages=kv, extra_pool_hit_pages=extra, restorable_prefix_pages=restorable
+                )
 
             @classmethod
             def empty(cls) -> Any:
@@ -96,10 +101,11 @@ class HostPool:
 
     def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
         view, pointers = self.view(), []
+        size = PAGE * self.head_num * DIM * self.dtype.itemsize
+        layers = range(LAYERS) if self.layout == "layer_first" else [0]
         for page in (indices[::PAGE] // PAGE).tolist():
-            layers = range(LAYERS) if self.layout == "layer_first" else [0]
             pointers += [view[side, layer, page].data_ptr() for layer in layers for side in (0, 1)]
-        return pointers, []
+        return pointers, [size * LAYERS // len(layers)] * len(pointers)
 
 
 def slots(pages: list[int]) -> Any:
@@ -110,6 +116,27 @@ def keys(count: int, seed: int = 0) -> list[str]:
     import hashlib
 
     return [hashlib.sha256(f"{seed}-{n}".encode()).hexdigest() for n in range(count)]
+
+
+class StatePool:
+    """A pool of states as SGLang's Mamba pool: a slot a snapshot, a buffer each for temporal and convolution states."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self.layout, self.page_size, self.num_mamba_layers = "page_first", 1, 2
+        generator = torch.Generator().manual_seed(seed)
+        self.temporal_buffer = torch.randn((PAGES, 2, 1, 3, 5), generator=generator)
+        self.conv_buffer = [torch.randn((PAGES, 2, 1, 7), generator=generator).to(torch.bfloat16)]
+
+    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+        buffers = [self.temporal_buffer, *self.conv_buffer]
+        pieces = [buffer[slot] for slot in indices.tolist() for buffer in buffers]
+        return [piece.data_ptr() for piece in pieces], [piece.nbytes for piece in pieces]
+
+
+def transfer(
+    name: str, keys: list[str], indices: Any = None, policy: str = "trailing_pages"
+) -> SimpleNamespace:
+    return SimpleNamespace(name=name, keys=keys, host_indices=indices, hit_policy=policy)
 
 
 @pytest.fixture
@@ -185,6 +212,44 @@ def test_ranks_store_their_heads_and_engines_of_another_split_read_them(make: An
 
 
 @pytest.mark.slow
+def test_a_prefix_of_a_hybrid_model_ends_where_every_pool_has_what_it_needs(make: Any, daemon: Any) -> None:
+    """Fails if a state is looked for anywhere but at the prefix's end, or a window's pages one too few."""
+    running, chain = daemon(), keys(6)
+    kv, window, state = HostPool("page_first"), HostPool("layer_first", heads=2, seed=4), StatePool()
+    writer = make(kv, running.socket)
+    writer.register_mem_host_pool_v2(kv, "kv")
+    writer.register_mem_host_pool_v2(window, "swa")
+    writer.register_mem_host_pool_v2(state, "mamba")
+    assert writer.batch_set_v1(chain, slots(list(range(6)))) == [True] * 6
+    wanted = [transfer("swa", ["-"] * 2), transfer("mamba", ["-"])]
+    assert writer.batch_exists_v2(chain, wanted).kv_hit_pages == 0, "only the first pool has anything yet"
+    stored = writer.batch_set_v2([
+        transfer("swa", chain[1:5], slots([3, 0, 1, 2])),
+        transfer("mamba", [chain[1]], torch.tensor([5])),
+        transfer("mamba-2", [chain[3]], torch.tensor([6])),
+    ])  # fmt: skip
+    assert stored == {"swa": [True] * 4, "mamba": [True], "mamba-2": [False]}
+    assert writer.batch_set_v2([transfer("mamba", [chain[3]], torch.tensor([6]))]) == {"mamba": [True]}
+    found = writer.batch_exists_v2(chain, wanted)
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, [4]), (
+        "at page 2 the window is one short"
+    )
+    assert found.extra_pool_hit_pages == {"kv": 6, "swa": 5, "mamba": 4}
+    assert writer.batch_exists_v2(chain, wanted[1:]).restorable_prefix_pages == [2, 4]
+    every = transfer("swa", ["-"], policy="all_pages")
+    assert writer.batch_exists_v2(chain, [every]).kv_hit_pages == 0, "its first page is not there"
+    expected = state.temporal_buffer[6].clone(), state.conv_buffer[0][6].clone()
+    reader_state = StatePool(seed=8)
+    reader = make(HostPool("page_head", seed=5), running.socket)
+    reader.register_mem_host_pool_v2(reader_state, "mamba")
+    assert reader.batch_get_v2([transfer("mamba", [chain[3]], torch.tensor([9]))]) == {"mamba": [True]}
+    assert torch.equal(reader_state.temporal_buffer[9], expected[0])
+    assert torch.equal(reader_state.conv_buffer[0][9], expected[1])
+    assert reader.batch_exists_v2(chain, wanted).kv_hit_pages == 0, "it has no pool of windows"
+    assert reader.counters.totals()["failures"] == writer.counters.totals()["failures"] == 0
+
+
+@pytest.mark.slow
 def test_what_may_not_meet_does_not_meet(make: Any, daemon: Any) -> None:
     """Rows A8, A9, E2. SGLang's keys name nothing of the model: fails if the namespace does not."""
     running, chain = daemon(), keys(2)
@@ -219,11 +284,14 @@ def test_nothing_raises_whatever_is_wrong(make: Any, daemon: Any, backend: Any) 
     assert make(HostPool("page_first"), "/nowhere/kvd.sock").batch_exists(chain) == 0
     assert make(HostPool("page_first"), running.socket, unheard_of=1).batch_exists(chain) == 0
     shifted = HostPool("page_first")
-    shifted.get_page_buffer_meta = lambda indices: ([0, 1, 2, 3], [])  # type: ignore[method-assign]
-    assert make(shifted, running.socket).batch_set_v1(chain, slots([0, 1])) == [False] * 2
+    addresses, sizes = shifted.get_page_buffer_meta(slots([0, PAGES - 1]))
+    for moved in (([address + 2 for address in addresses], sizes), (addresses, [s // 2 for s in sizes])):
+        shifted.get_page_buffer_meta = lambda indices, moved=moved: moved  # type: ignore[method-assign,misc]
+        assert make(shifted, running.socket).batch_set_v1(chain, slots([0, 1])) == [False] * 2
     assert one.batch_exists_v2(chain).kv_hit_pages == 2
-    assert one.batch_exists_v2(chain, [SimpleNamespace(name="swa", keys=["a"])]).kv_hit_pages == 0
-    assert one.batch_set_v2([SimpleNamespace(name="swa", keys=["a", "b"])]) == {"swa": [False, False]}
+    assert one.batch_exists_v2(chain, [transfer("swa", ["a"])]).kv_hit_pages == 0
+    assert one.batch_set_v2([transfer("swa", ["a", "b"])]) == {"swa": [False, False]}
+    assert one.batch_get_v2([transfer("kv", chain)]) == {"kv": [False, False]}
     assert (one.get("x"), one.set("x"), one.batch_get(["x"]), one.batch_set(["x"])) == (
         None,
         False,
@@ -238,6 +306,27 @@ engine_only = pytest.mark.skipif(
     not (os.environ.get("KVD_TEST_ENGINES") and PYTHON.exists() and STUBS.exists()),
     reason="the real engine runs with make test-engines-sglang, and needs ../shared/engines/sglstub for its kernels",
 )
+
+
+@engine_only
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_pages_of_sglangs_own_host_pools_meet_in_every_layout(daemon: Any, tmp_path: Path) -> None:
+    """Keys and values, latents, states, in SGLang's own classes. Fails wherever `sglang_real_pools.py` says."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": path_of_engines()}
+    command = [str(PYTHON), str(HERE / "sglang_real_pools.py"), daemon().socket, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, check=False)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    compared = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
+    print("seed", compared.pop("seed"))
+    assert compared == {"keys and values": 16, "different widths": 4, "latents": 9, "packed latents": 9}
+
+
+def path_of_engines() -> str:
+    """PYTHONPATH of SGLang's processes: kernels' stand-ins, what the tests add, and what this process was given."""
+    return os.pathsep.join(filter(None, (str(STUBS), str(HERE), os.environ.get("PYTHONPATH"))))
 
 
 def checkpoint(folder: Path) -> Path:
@@ -258,7 +347,7 @@ def engine(model: Path, folder: Path, **job: Any) -> tuple[list[dict[str, Any]],
     counters.unlink(missing_ok=True)
     env = {
         **os.environ, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "KVD_TEST_COUNTERS": str(counters),
-        "PYTHONPATH": f"{STUBS}:{HERE}",
+        "PYTHONPATH": path_of_engines(),
     }  # fmt: skip
     command = [str(PYTHON), str(HERE / "sglang_cpu.py"), str(model), json.dumps(job)]
     done = subprocess.run(
