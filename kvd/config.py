@@ -129,6 +129,7 @@ Ids = Annotated[tuple[Annotated[int, Field(ge=0, le=0xFFFFFFFF)], ...], BeforeVa
 SegmentSize = Annotated[Auto | int, _word_or_number("auto", limits.frame_bytes, limits.segment_bytes_max)]
 FamiliesMax = Annotated[Auto | int, _word_or_number("auto", 64, limits.families_max)]
 RecordsMax = Annotated[Auto | int, _word_or_number("auto", 64, 2 * limits.families_max)]
+ConnectionsMax = Annotated[Auto | int, _word_or_number("auto", 1, 4 * limits.clients_max)]
 Threads = Annotated[Auto | int, _word_or_number("auto", 1, 64)]
 
 
@@ -223,6 +224,8 @@ class AccessConfig(_Section):
     """users who may connect; uids and gids both empty: whom the socket file lets in"""
     gids: Ids = ()
     """groups whose members may connect"""
+    connections_per_uid: ConnectionsMax = "auto"
+    """control connections that one user may have open, each connected store is one; auto: clients.max and 16 more"""
 
 
 class ObjectsConfig(_Section):

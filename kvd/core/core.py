@@ -10,7 +10,7 @@ nothing else may happen until it comes.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvd.core import audit, report, restoring
@@ -227,15 +227,27 @@ class Core:
         return report.miss_cause(self._books, key8, now_ns)
 
     def families(
-        self, namespace: int | None, start: int, limit: int
+        self, namespace: int | None, start: int, limit: int, entries_max: int = report.listing_scan_max
     ) -> tuple[list[report.FamilyRow], int | None]:
-        """A page of families from entry `start` on, and where the next page begins (None: that was all)."""
-        return report.families(self._books, namespace, start, limit)
+        """A page of families from entry `start` on, and where the next page begins (None: that was all).
+
+        Looks at `entries_max` entries at most.
+        """
+        return report.families(self._books, namespace, start, limit, entries_max)
 
     def namespace_of(self, entry: int) -> int | None:
         """The namespace of a family, None if there is none in this entry (or it is in limbo)."""
         forest = self._books.forest
         return forest.namespace_of[forest.run_of[entry]] if forest.is_used(entry) else None
+
+    def namespace_is_used(self, namespace: int) -> bool:
+        """Whether there are families of this namespace."""
+        return self._books.forest.namespaces.get(namespace, (0, 0))[0] > 0
+
+    def beginning_with(self, entries: Iterable[int], key8: int, mask: int) -> list[int]:
+        """Those of these entries whose identities begin like this (8 bytes, little endian, as far as the mask says)."""
+        key8_of = self._books.forest.key8_of
+        return [entry for entry in entries if (key8_of[entry] ^ key8) & mask == 0]
 
     def validate(self) -> None:
         """Check every invariant. InvariantError says which one is broken. For tests: reads everything."""

@@ -83,14 +83,14 @@ def miss_cause(books: Books, key8: int, now_ns: int) -> str:
 
 
 def families(
-    books: Books, namespace: int | None, start: int, limit: int
+    books: Books, namespace: int | None, start: int, limit: int, entries_max: int = listing_scan_max
 ) -> tuple[list[FamilyRow], int | None]:
     """Up to `limit` families from entry `start` on, and where to go on (None: that was all).
 
     Looks at a bounded number of entries, so that a page may have fewer rows than asked for, or none.
     """
     forest = books.forest
-    end = min(start + listing_scan_max, forest.entries.fresh)
+    end = min(start + entries_max, forest.entries.fresh)
     rows: list[FamilyRow] = []
     depth_of_run: dict[int, int] = {}
     for entry in range(start, end):

@@ -58,6 +58,7 @@ class Answered:
     status: dict[str, Any]
     doctor: dict[str, Any]
     settings: dict[str, str]
+    clients: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ def all_checks(facts: Facts) -> list[Check]:
         _socket(facts),
         *_daemon(facts),
         *_restart(facts),
+        *_clients(facts),
         _config(facts),
         _library(facts),
         _memory(facts),
@@ -143,6 +145,21 @@ def _restart(facts: Facts) -> list[Check]:
             )
         )
     return found
+
+
+def _clients(facts: Facts) -> Iterator[Check]:
+    """Clients that hold memory which was to be reused, the longest first. Nothing to say of none."""
+    rows = facts.daemon.clients if facts.daemon is not None else []
+    blocking = [row for row in rows if row["blocks_reclaim_s"] is not None]
+    for row in sorted(blocking, key=lambda row: -row["blocks_reclaim_s"]):
+        left = "" if row["state"] == "attached" else ", which left and lives on"
+        yield _warn(
+            "clients",
+            f"pid {row['pid']} ({row['name']}, user {row['uid']}){left} has held memory that was to be reused for "
+            f"{row['blocks_reclaim_s']:.0f} s: {row['leases']} leases on {format_size(row['leased_bytes'])}",
+            "it comes back when that process releases its leases (finish or abort its requests) or ends: "
+            f"kill {row['pid']}, if it hangs; clients.leased_max and clients.leased_over bound what one may hold",
+        )
 
 
 def _pool_bytes(facts: Facts) -> int | None:

@@ -98,20 +98,24 @@ def _ask(path: str, deadline_s: float) -> tuple[Answered | None, KvdError | None
     try:
         from kvd.wire import messages as wire
 
-        admin = session.open_admin(path, deadline_s)
+        opened = session.open_admin(path, deadline_s)
     except ImportError as error:
         return None, None, str(error)
     except KvdError as error:
         return None, error, ""
-    with admin:
+    with opened:
+        admin = session.Asking(opened)
         try:
             status, answer = admin.call("status"), admin.call("doctor")
+            clients = admin.call("clients")
             settings = {key: value for key, value, *_ in admin.call("config")}
         except KvdError as error:
             return None, error, ""
         hello = admin.welcome
     return (
-        Answered(hello.version, hello.pid, hello.layout, wire.LAYOUT_VERSION, status, answer, settings),
+        Answered(
+            hello.version, hello.pid, hello.layout, wire.LAYOUT_VERSION, status, answer, settings, clients
+        ),
         None,
         "",
     )

@@ -17,6 +17,7 @@ from kvd.errors import (
     UnavailableError,
     UsageError,
 )
+from kvd.wire.messages import printable
 
 
 class ExitCode(IntEnum):
@@ -66,4 +67,4 @@ def line(error: KvdError) -> str:
     """What happened, what to do, and the code, in one line (a configuration may have several mistakes: one each)."""
     advice = _ADVICE.get(error.code)
     message = f"{error.message}; {advice}" if advice else error.message
-    return f"kvctl: {message} [{error.code}]"
+    return "\n".join(map(printable, f"kvctl: {message} [{error.code}]".split("\n")))

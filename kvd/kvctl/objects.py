@@ -26,9 +26,10 @@ from kvd.kvctl.session import (
 from kvd.kvctl.status import print_namespaces
 
 if TYPE_CHECKING:
-    from kvd.clientlib.store import Admin
+    from kvd.kvctl.session import Asking
 
 PAGE_FAMILIES = 1000
+PAGE_NAMESPACES = 1000
 KeyArgument = Annotated[
     str, typer.Argument(metavar="KEY", help="Hex digits of the key, the first 8 or more.")
 ]
@@ -49,7 +50,7 @@ def ls(
     """List namespaces, or the families (chunks) of one namespace."""
     with connected(ctx, socket, timeout) as admin:
         if namespace is None:
-            rows = admin.call("status")["namespaces"]
+            rows = _namespaces(admin)
         else:
             number = namespace_number(admin, namespace)
             rows, more = _families(admin, number, None if everything else limit)
@@ -84,21 +85,22 @@ def inspect(
     with connected(ctx, socket, timeout) as admin:
         answer = admin.call("inspect", key=key)
         holders = [row for row in admin.call("clients") if row["slot"] in answer["holders"]]
-        names = {row["number"]: row["label"] for row in admin.call("status")["namespaces"]}
+        named = admin.call("namespaces", start=answer["namespace"], limit=1)["namespaces"]
     answer["holders"] = [{name: row[name] for name in ("slot", "pid", "name")} for row in holders]
     if verify:
         _verify(socket_of(ctx, socket), answer, deadline_of(ctx, timeout))
     if as_json:
         print_json(answer)
     else:
-        _show_family(output.console(), answer, names.get(answer["namespace"], "?"))
+        labels = [row["label"] for row in named if row["number"] == answer["namespace"]]
+        _show_family(output.console(), answer, labels[0] if labels else "?")
     if any(member.get("verified") is False for member in answer["members"]):
         raise typer.Exit(ExitCode.NO)
 
 
-def namespace_number(admin: Admin, text: str) -> int:
+def namespace_number(admin: Asking, text: str) -> int:
     """The number of the namespace that a person named by number, label or the beginning of its root."""
-    known = admin.call("status")["namespaces"]
+    known = _namespaces(admin)
     matches = [row for row in known if text in (str(row["number"]), row["label"], row["root"])]
     if not matches and len(text) >= 8:
         matches = [row for row in known if row["root"].startswith(text.lower())]
@@ -116,7 +118,18 @@ def namespace_number(admin: Admin, text: str) -> int:
     )  # fmt: skip
 
 
-def _families(admin: Admin, namespace: int, limit: int | None) -> tuple[list[dict[str, Any]], bool]:
+def _namespaces(admin: Asking) -> list[dict[str, Any]]:
+    """All namespaces, page by page."""
+    rows: list[dict[str, Any]] = []
+    start: int | None = 1
+    while start is not None:
+        page = admin.call("namespaces", start=start, limit=PAGE_NAMESPACES)
+        rows += page["namespaces"]
+        start = page["next"]
+    return rows
+
+
+def _families(admin: Asking, namespace: int, limit: int | None) -> tuple[list[dict[str, Any]], bool]:
     """Families of a namespace, page by page, up to `limit` (None: all), and whether there are more."""
     rows: list[dict[str, Any]] = []
     start: int | None = 0

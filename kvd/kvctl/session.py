@@ -1,7 +1,7 @@
 """What every command needs first: the options it shares with the others, and a connection to the daemon.
 
 Used by the commands, in the calling thread. Invariant: importing this module imports nothing of the client library, so
-that commands without a daemon start fast.
+that commands without a daemon start fast. What a daemon answers reaches commands as text that a terminal can show.
 """
 
 from __future__ import annotations
@@ -51,6 +51,35 @@ def socket_of(ctx: typer.Context, socket: str | None) -> str:
     return socket_path(socket or shared(ctx).socket)
 
 
+class Asking:
+    """An administrative connection whose answers can be shown: names in them were given by clients."""
+
+    def __init__(self, admin: Admin) -> None:
+        self._admin = admin
+        self.welcome = admin.welcome
+        self.close = admin.close
+
+    def call(self, method: str, **params: Any) -> Any:
+        """Ask the daemon; raises what it answers as an error."""
+        return shown(self._admin.call(method, **params))
+
+
+def shown(value: Any) -> Any:
+    """A JSON-able value with everything replaced in its texts that could steer a terminal."""
+    from kvd.wire.messages import printable
+
+    match value:
+        case str():
+            return printable(value)
+        case dict():
+            return {
+                printable(key) if isinstance(key, str) else key: shown(item) for key, item in value.items()
+            }
+        case list() | tuple():
+            return [shown(item) for item in value]
+    return value
+
+
 def open_admin(path: str, deadline_s: float) -> Admin:
     """A connection to the daemon. Raises UnavailableError, UsageError, CompatibilityError."""
     from kvd.clientlib.store import Admin
@@ -75,11 +104,11 @@ def deadline_of(ctx: typer.Context, timeout_s: float | None, otherwise_s: float 
 @contextmanager
 def connected(
     ctx: typer.Context, socket: str | None, timeout_s: float | None, otherwise_s: float = DEADLINE_S
-) -> Iterator[Admin]:
+) -> Iterator[Asking]:
     """A connection for the time of a command. `otherwise_s` is the deadline if the operator gave none."""
     admin = open_admin(socket_of(ctx, socket), deadline_of(ctx, timeout_s, otherwise_s))
     try:
-        yield admin
+        yield Asking(admin)
     finally:
         admin.close()
 

@@ -93,6 +93,9 @@ def show(out: Console, answer: dict[str, Any]) -> None:
     if answer["namespaces"]:
         out.print()
         print_namespaces(out, answer["namespaces"])
+        more = answer["namespaces_count"] - len(answer["namespaces"])
+        if more:
+            out.print(f"{more:,} more hold less: kvctl ls shows all")
 
 
 def print_namespaces(out: Console, namespaces: list[dict[str, Any]]) -> None:

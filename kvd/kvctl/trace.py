@@ -20,8 +20,8 @@ from kvd.kvctl.exits import ExitCode
 from kvd.kvctl.session import JsonOption, SocketOption, TimeoutOption, connected, print_json
 
 if TYPE_CHECKING:
-    from kvd.clientlib.store import Admin
     from kvd.core.trace import Replay
+    from kvd.kvctl.session import Asking
 
 LOOK_S = 0.2
 READ_BYTES = 1 << 20
@@ -76,7 +76,7 @@ def record(
         raise typer.Exit(ExitCode.NO)
 
 
-def _wait(admin: Admin, seconds: float) -> None:
+def _wait(admin: Asking, seconds: float) -> None:
     ends_s = time.monotonic() + seconds
     while (left_s := ends_s - time.monotonic()) > 0:
         time.sleep(min(LOOK_S, left_s))
@@ -84,7 +84,7 @@ def _wait(admin: Admin, seconds: float) -> None:
             return
 
 
-def _written(admin: Admin) -> dict[str, Any]:
+def _written(admin: Asking) -> dict[str, Any]:
     """The final status, once the file is complete."""
     ends_s = time.monotonic() + WRITTEN_WITHIN_S
     while True:

@@ -22,7 +22,7 @@ from kvd.kvctl.session import JsonOption, SocketOption, TimeoutOption, connected
 from kvd.kvctl.status import walk_progress
 
 if TYPE_CHECKING:
-    from kvd.clientlib.store import Admin
+    from kvd.kvctl.session import Asking
 
 LOOK_S = 0.2
 
@@ -81,7 +81,7 @@ def _rate(text: str) -> int:
         ) from None
 
 
-def _follow(admin: Admin, begun: dict[str, Any], *, shown: bool) -> dict[str, Any]:
+def _follow(admin: Asking, begun: dict[str, Any], *, shown: bool) -> dict[str, Any]:
     """Wait for the end of the walk; on a terminal its progress is one line that changes."""
     if shown and not begun["started"]:
         print(f"walk number {begun['number']} goes on already; this is that one", file=sys.stderr)

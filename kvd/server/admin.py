@@ -2,12 +2,12 @@
 
 Owns the table of methods: who may call each, and what its parameters are. Event-loop thread only. What changes
 something needs an admin uid (root, the daemon's own, access.admin_uids) and is written to the audit log. Every method
-checks its parameters by name; unknown ones are refused. Long look-ups go on in steps between other work.
+checks its parameters by name; unknown ones are refused. Everything asked for is done when it is its turn
+(`kvd.server.turns`), long look-ups in steps.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 from array import array
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from typing import Any, Final
 from kvd.config import Config
 from kvd.core import events as ev
 from kvd.core.report import FamilyRow
-from kvd.errors import KvdError, UsageError
+from kvd.errors import InvariantError, KvdError, UsageError
 from kvd.layout.shards import Split
 from kvd.probe import hugepages, memory, numa
 from kvd.server import logs
@@ -26,14 +26,16 @@ from kvd.server.metrics import exposition
 from kvd.server.peer import Peer
 from kvd.server.report import Report
 from kvd.server.runner import Runner
-from kvd.server.supervise import Guard
 from kvd.server.trace import Tracer
+from kvd.server.turns import Step, Turns
 from kvd.server.verifier import Verifier
 from kvd.shm.layout import EntryState
 
 LS_LIMIT_MAX: Final = 1000
-SCAN_STEP: Final = 1024
-SCAN_TURN_NS: Final = 1_000_000
+LS_ROWS_STEP: Final = 16
+LS_ENTRIES_STEP: Final = 2048
+LS_ENTRIES_MAX: Final = 65_536  # looked at for one page, which may have fewer rows for that
+SCAN_STEP: Final = 2048
 KEY_DIGITS_MIN: Final = 8
 KEY_DIGITS: Final = 64
 Done = Callable[[object], None]
@@ -41,9 +43,12 @@ Done = Callable[[object], None]
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One method: its handler, whether it changes something, and its parameters (name -> type)."""
+    """One method: its handler, whether it changes something, and its parameters (name -> type).
 
-    run: Callable[[Mapping[str, Any], Done], None]
+    A handler that has not done everything returns the step that goes on.
+    """
+
+    run: Callable[[Mapping[str, Any], Done], Step | None]
     changes: bool
     params: Mapping[str, type]
     required: tuple[str, ...] = ()
@@ -60,7 +65,7 @@ class Admin:
         verifier: Verifier,
         config: Config,
         stop: Callable[[], None],
-        guard: Guard,
+        turns: Turns,
     ) -> None:
         self._domain = domain
         self._runner = runner
@@ -68,12 +73,13 @@ class Admin:
         self._verifier = verifier
         self._config = config
         self._stop = stop
-        self._guard = guard
+        self._turns = turns
         self._tracer = Tracer(domain)
         self._methods: dict[str, Method] = {
             "status": Method(self._status, False, {}),
             "health": Method(self._health, False, {}),
             "clients": Method(self._clients, False, {}),
+            "namespaces": Method(self._namespaces, False, {"start": int, "limit": int}),
             "ls": Method(self._ls, False, {"namespace": int, "start": int, "limit": int}),
             "inspect": Method(self._inspect, False, {"key": str}, ("key",)),
             "why": Method(self._why, False, {"request": int}, ("request",)),
@@ -94,8 +100,18 @@ class Admin:
             "metrics": Method(self._metrics, False, {}),
         }
 
-    def call(self, peer: Peer, name: str, params: Mapping[str, Any], done: Done) -> None:
-        """Run a method; `done` gets its result or a KvdError, now or later. Raises UsageError."""
+    def call(
+        self,
+        peer: Peer,
+        name: str,
+        params: Mapping[str, Any],
+        done: Done,
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Run a method when it is its turn; `done` gets its result or a KvdError, now or later. Raises UsageError.
+
+        What nobody wants any more by then is not looked for; what was to be changed is changed all the same.
+        """
         method = self._methods.get(name)
         if method is None:
             raise UsageError(
@@ -112,7 +128,24 @@ class Admin:
                     code="denied", uid=peer.uid, method=name,
                 )  # fmt: skip
             logs.audit(name, uid=peer.uid, pid=peer.pid, **params)
-        method.run(params, done)
+        following: Step | None = None
+
+        def step() -> bool:
+            nonlocal following
+            if not method.changes and not is_wanted():
+                return True
+            try:
+                if following is not None:
+                    return following()
+                following = method.run(params, done)
+            except KvdError as error:
+                if isinstance(error, InvariantError):
+                    raise
+                done(error)
+                return True
+            return following is None
+
+        self._turns.submit(peer.uid, peer, step)
 
     # --- looking
 
@@ -156,22 +189,45 @@ class Admin:
         self._runner.read_touches()
         done(self._domain.core.why(params["request"], self._domain.clock.now_ns()))
 
-    def _ls(self, params: Mapping[str, Any], done: Done) -> None:
-        """Families from entry `start` on; `next` is where to go on, None at the end."""
-        namespace, start = params.get("namespace"), params.get("start", 0)
-        limit = params.get("limit", 100)
-        if not 1 <= limit <= LS_LIMIT_MAX or start < 0:
-            raise UsageError(f"ls: limit is 1 … {LS_LIMIT_MAX}, start is not negative", code="params")
-        rows, following = self._domain.core.families(namespace, start, limit)
-        done({"families": [self._row(row) for row in rows], "next": following})
+    def _namespaces(self, params: Mapping[str, Any], done: Done) -> None:
+        """Namespaces from number `start` on; `next` is where to go on, None at the end."""
+        start, limit = _page("namespaces", params)
+        known = self._domain.namespaces.by_number
+        numbers = sorted(number for number in known if number >= start)
+        rows = self._report.namespaces(known[number] for number in numbers[:limit])
+        done({"namespaces": rows, "next": numbers[limit] if len(numbers) > limit else None})
 
-    def _inspect(self, params: Mapping[str, Any], done: Done) -> None:
+    def _ls(self, params: Mapping[str, Any], done: Done) -> Step:
+        """Families from entry `start` on; `next` is where to go on, None at the end."""
+        start, limit = _page("ls", params)
+        namespace = params.get("namespace")
+        rows: list[dict[str, object]] = []
+        at = start
+
+        def step() -> bool:
+            nonlocal at
+            found, following = self._domain.core.families(
+                namespace, at, min(LS_ROWS_STEP, limit - len(rows)), LS_ENTRIES_STEP
+            )
+            rows.extend(self._row(row) for row in found)
+            if following is not None and len(rows) < limit and following - start < LS_ENTRIES_MAX:
+                at = following
+                return False
+            done({"families": rows, "next": following})
+            return True
+
+        return step
+
+    def _inspect(self, params: Mapping[str, Any], done: Done) -> Step | None:
         def found(outcome: int | KvdError) -> None:
             if isinstance(outcome, KvdError):
                 done(outcome)
                 return
+            rows, _ = self._domain.core.families(None, outcome, 1, 1)
+            if not rows:
+                done(_absent(params["key"]))
+                return
             entry = self._domain.table.entry(outcome)
-            rows, _ = self._domain.core.families(None, outcome, 1)
             row = self._row(rows[0])
             row["members"] = [
                 {
@@ -189,7 +245,7 @@ class Admin:
             row["holders"] = self._domain.table.holders(outcome)
             done(row)
 
-        self._find(params["key"], found)
+        return self._find(params["key"], found)
 
     def _row(self, family: FamilyRow) -> dict[str, object]:
         entry = self._domain.table.entry(family.entry)
@@ -209,19 +265,21 @@ class Admin:
 
     # --- changing
 
-    def _pin(self, params: Mapping[str, Any], done: Done) -> None:
+    def _pin(self, params: Mapping[str, Any], done: Done) -> Step | None:
         kind = {"soft": ev.PinKind.SOFT, "hard": ev.PinKind.HARD}.get(params.get("kind", "soft"))
         if kind is None:
             raise UsageError(f"pin: kind is soft or hard, not {params['kind']!r}", code="params")
         pin_kind = kind
-        self._with_entry(params["key"], done, lambda op, entry: ev.Pin(op, array("I", [entry]), pin_kind))
+        return self._with_entry(
+            params["key"], done, lambda op, entry: ev.Pin(op, array("I", [entry]), pin_kind)
+        )
 
-    def _unpin(self, params: Mapping[str, Any], done: Done) -> None:
-        self._with_entry(params["key"], done, lambda op, entry: ev.Unpin(op, array("I", [entry])))
+    def _unpin(self, params: Mapping[str, Any], done: Done) -> Step | None:
+        return self._with_entry(params["key"], done, lambda op, entry: ev.Unpin(op, array("I", [entry])))
 
-    def _withdraw(self, params: Mapping[str, Any], done: Done) -> None:
+    def _withdraw(self, params: Mapping[str, Any], done: Done) -> Step | None:
         """Damaged or revoked: not found any more, nor what lies behind it, whoever holds or pins it."""
-        self._with_entry(params["key"], done, lambda op, entry: ev.Withdraw(op, array("I", [entry])))
+        return self._with_entry(params["key"], done, lambda op, entry: ev.Withdraw(op, array("I", [entry])))
 
     def _clear(self, params: Mapping[str, Any], done: Done) -> None:
         namespace = self._namespace("clear", params)
@@ -251,7 +309,7 @@ class Admin:
     def _verify_stop(self, _params: Mapping[str, Any], done: Done) -> None:
         done(self._verifier.stop_sweep())
 
-    def _damaged(self, params: Mapping[str, Any], done: Done) -> None:
+    def _damaged(self, params: Mapping[str, Any], done: Done) -> Step | None:
         """Anyone may report damage, because only what the daemon finds damaged itself is withdrawn."""
         member = params["member"]
 
@@ -264,30 +322,33 @@ class Admin:
             except KvdError as error:
                 done(error)
 
-        self._find(params["key"], found)
+        return self._find(params["key"], found)
 
     # --- finding
 
     def _namespace(self, method: str, params: Mapping[str, Any]) -> int | None:
         """The namespace that was named, if any. Raises UsageError(namespace) if there is none of that number."""
         namespace: int | None = params.get("namespace")
-        if namespace is not None and namespace not in self._domain.namespaces_by_number:
+        if namespace is not None and namespace not in self._domain.namespaces.by_number:
             raise UsageError(
                 f"{method}: there is no namespace {namespace}", code="namespace", namespace=namespace
             )
         return namespace
 
-    def _with_entry(self, key: str, done: Done, make: Callable[[int, int], ev.Event]) -> None:
+    def _with_entry(self, key: str, done: Done, make: Callable[[int, int], ev.Event]) -> Step | None:
         def found(outcome: int | KvdError) -> None:
             if isinstance(outcome, KvdError):
                 done(outcome)
             else:
                 self._runner.administrate(lambda op: make(op, outcome), lambda reply: done(_outcome(reply)))
 
-        self._find(key, found)
+        return self._find(key, found)
 
-    def _find(self, key: str, found: Callable[[int | KvdError], None]) -> None:
-        """The entry with this key, given in full or by its first digits. Raises UsageError if it is no key."""
+    def _find(self, key: str, found: Callable[[int | KvdError], None]) -> Step | None:
+        """The entry with this key, given in full or by its first digits. Raises UsageError if it is no key.
+
+        `found` is told in the very turn in which the entry was looked at: later it may be another family's.
+        """
         digits = key.lower()
         if not KEY_DIGITS_MIN <= len(digits) <= KEY_DIGITS or digits.strip("0123456789abcdef"):
             raise UsageError(
@@ -298,43 +359,49 @@ class Admin:
             entries, _ = self._domain.table.probe(bytes.fromhex(digits), b"")
             entry = int.from_bytes(entries, "little")
             found(_absent(key) if entry == ev.NONE else entry)
-            return
+            return None
+        return self._scan(key, digits, found)
+
+    def _scan(self, key: str, digits: str, found: Callable[[int | KvdError], None]) -> Step:
+        """Looks at all READY entries for those whose keys begin with these digits."""
+        key8, mask = (
+            int.from_bytes(bytes.fromhex(text[:16].ljust(16, "0")), "little")
+            for text in (digits, "f" * len(digits))
+        )
+        families_max, at = self._domain.sizes.families_max, 0
         matches: list[int] = []
 
-        def visit(entries: array[int]) -> int | None:
-            matches.extend(
-                entry for entry in entries if self._domain.table.entry(entry)["key"].hex().startswith(digits)
-            )
-            return entries[0] if len(matches) > 1 else None
+        def is_meant(entry: int) -> bool:
+            row = self._domain.table.entry(entry)
+            return bool(row["state"] == EntryState.READY and row["key"].hex().startswith(digits))
 
-        def end(_at: int | None) -> None:
+        def step() -> bool:
+            nonlocal at
+            ready = array("I", self._domain.table.scan(at, min(SCAN_STEP, families_max - at)))
+            matches.extend(
+                entry for entry in self._domain.core.beginning_with(ready, key8, mask) if is_meant(entry)
+            )
+            at += SCAN_STEP
+            if at < families_max and len(matches) < 2:
+                return False
+            matches[:] = filter(is_meant, matches)  # it may have left since
             if len(matches) > 1:
                 found(
                     UsageError(f"{len(matches)} or more keys begin with {key}; give more digits", code="key")
                 )
             else:
                 found(matches[0] if matches else _absent(key))
+            return True
 
-        self._scan(0, visit, end)
+        return step
 
-    def _scan(
-        self, start: int, visit: Callable[[array[int]], int | None], end: Callable[[int | None], None]
-    ) -> None:
-        """Visit READY entries from `start` on, in steps between other work, until `visit` says where it stopped."""
-        families_max = self._domain.sizes.families_max
-        turn_ends_ns = self._domain.clock.now_ns() + SCAN_TURN_NS
-        while start < families_max:
-            count = min(SCAN_STEP, families_max - start)
-            entries = array("I", self._domain.table.scan(start, count))
-            stopped = visit(entries) if entries else None
-            if stopped is not None:
-                end(stopped)
-                return
-            start += count
-            if self._domain.clock.now_ns() > turn_ends_ns:
-                asyncio.get_running_loop().call_soon(self._guard, self._scan, start, visit, end)
-                return
-        end(None)
+
+def _page(method: str, params: Mapping[str, Any]) -> tuple[int, int]:
+    """(start, limit) of a listing. Raises UsageError(params)."""
+    start, limit = params.get("start", 0), params.get("limit", 100)
+    if not 1 <= limit <= LS_LIMIT_MAX or start < 0:
+        raise UsageError(f"{method}: limit is 1 … {LS_LIMIT_MAX}, start is not negative", code="params")
+    return start, limit
 
 
 def _check_params(name: str, method: Method, params: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from kvd.core import events as ev
 from kvd.core.core import Core
 from kvd.core.restoring import RUNS_FROM
 from kvd.core.slots import slot_and_slab
-from kvd.errors import InvariantError, KvdError
+from kvd.errors import KvdError
 from kvd.layout.manifest import Manifest
 from kvd.server import domain as domains
 from kvd.server import logs
@@ -136,7 +136,7 @@ def start(
         newest = max(numbered(keep.kept, "meta") | numbered(keep.kept, "names"), default=0)
         started = Started(domain, outcome, newest + 1)
         started.client_ids_from = max(numbered(keep.kept, "client"), default=0) + 1
-        domain.names = _names(identity, None)
+        domain.namespaces.names = _names(identity, None)
     _store(keep, started, before)
     outcome.seconds = round(time.monotonic() - began_s, 3)
     if outcome.adopted:
@@ -177,15 +177,16 @@ def _newest(keep: Keep) -> _Kept:
 
 
 def _check_names(known: Known) -> None:
-    """The numbers are those that would be given out again."""
+    """Each number stands for one namespace, and each namespace has one number."""
     roots = set()
     try:
         for _, manifest, _ in known.namespaces:
             roots.add(Manifest.decode(manifest).root)
     except KvdError as error:
         raise _Dropped(f"a kept namespace cannot be read: {error.message}") from None
-    if [number for number, _, _ in known.namespaces] != list(range(1, len(roots) + 1)):
-        raise _Dropped("the kept namespaces are not numbered in order")
+    numbers = {number for number, _, _ in known.namespaces}
+    if len(numbers) != len(roots) or not all(1 <= number <= limits.namespaces_max for number in numbers):
+        raise _Dropped("the kept namespaces are not numbered once each")
 
 
 def _living(pid: int, ticks: int) -> tuple[bool, int | None]:
@@ -308,8 +309,8 @@ def _take_over(
         list(larger.segments_bytes),
     )
     domain = Domain(name, identity, larger, clock, core, table, meta_fd, made)
-    _register(domain, kept.known)
-    domain.names = _names(identity, kept.known)
+    domain.namespaces.restore(kept.known.namespaces)
+    domain.namespaces.names = _names(identity, kept.known)
     _tell(outcome, columns)
     for slot in memoryview(columns["ghost_slots"]).cast("I"):
         ghosts[slot - config.clients.max].records_count += 1
@@ -332,14 +333,9 @@ def _adopt(
         old.attach_ghost(table, by_id[ghost.client_id], ghost.slot, ghost.fd)
     return old.adopt(
         table, segments_kept=segments_kept, slot_bytes=slot_bytes, slab_frames=slab_frames, ghosts=slots,
-        frame_bytes=limits.frame_bytes, namespaces_count=len(kept.known.namespaces), runs_from=RUNS_FROM,
+        frame_bytes=limits.frame_bytes, runs_from=RUNS_FROM,
+        namespaces_count=max((number for number, _, _ in kept.known.namespaces), default=0),
     )  # fmt: skip
-
-
-def _register(domain: Domain, known: Known) -> None:
-    for number, manifest, label in known.namespaces:
-        if domain.register_namespace(manifest, label).number != number:
-            raise InvariantError(f"namespace {number} got another number", code="restore")
 
 
 def _names(identity: ProcessIdentity, known: Known | None) -> Names:
@@ -368,12 +364,22 @@ def client_name(client_id: int) -> str:
     return f"{KEPT_PREFIX}client-{client_id}"
 
 
+def keep_names(keep: Keep, started: Started, names: Names) -> None:
+    """The list of names goes on in another file: the next set is stored, META last, then the last one let go."""
+    before = started.number
+    started.number += 1
+    keep.store(f"{KEPT_PREFIX}names-{started.number}", names.fd)
+    keep.store(f"{KEPT_PREFIX}meta-{started.number}", started.domain.meta_fd)
+    keep.remove(f"{KEPT_PREFIX}meta-{before}")
+    keep.remove(f"{KEPT_PREFIX}names-{before}")
+
+
 def _store(keep: Keep, started: Started, before: set[str]) -> None:
     """The new set first, META last of it; then everything that is not of it is let go."""
     domain = started.domain
     names = {client_name(ghost.client_id) for ghost in started.ghosts}
-    assert domain.names is not None
-    fresh = {f"{KEPT_PREFIX}names-{started.number}": domain.names.fd}
+    assert domain.namespaces.names is not None
+    fresh = {f"{KEPT_PREFIX}names-{started.number}": domain.namespaces.names.fd}
     for segment in domain.segments:
         pool_name = f"{KEPT_PREFIX}pool-{segment.number}"
         if started.outcome.adopted and pool_name in before and pool_name not in keep.kept:

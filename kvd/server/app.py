@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final
 
 from kvd import limits
@@ -39,6 +40,7 @@ from kvd.server.population import Population
 from kvd.server.report import Report
 from kvd.server.runner import Runner
 from kvd.server.supervise import Supervisor
+from kvd.server.turns import Turns
 from kvd.server.verifier import Verifier
 from kvd.shm import pool
 from kvd.shm.layout import MetaState
@@ -162,6 +164,7 @@ class App:
             hugetlb=config.pool.huge_pages == "hugetlb",
         )  # fmt: skip
         self.domain = started.domain
+        self.domain.namespaces.names_renewed = partial(adoption.keep_names, self.keep, started)
         self.sizes = self.domain.sizes
         guard = self.supervisor.guard
         self.clients = Clients(self._loop, self.domain, config, guard, self.keep, started.client_ids_from)
@@ -181,8 +184,9 @@ class App:
             config, self.domain, self.clients, self.runner, self.population.progress, self.supervisor,
             self.verifier, self.blockers,
         )  # fmt: skip
+        turns = Turns(self._loop, self.domain.clock, guard)
         self.admin = Admin(
-            self.domain, self.runner, self.report, self.verifier, config, self._stop_asked, guard
+            self.domain, self.runner, self.report, self.verifier, config, self._stop_asked, turns
         )
         self.control = control.Control(
             self._loop,
@@ -191,7 +195,7 @@ class App:
             self.clients,
             self.admin,
             config.access,
-            config.clients.max,
+            turns,
             guard,
         )
         self.events = (
@@ -352,7 +356,9 @@ def _calm_collector() -> None:
 
 def descriptors_wanted(config: Config, sizes: Sizes) -> int:
     """Open files when all clients are there, after a restart with as many that are still waited for."""
-    connections = config.clients.max + control.CONNECTIONS_SPARE
+    # Root and the daemon's own user get in beyond what there is for all.
+    per_uid = control.connections_per_uid(config.access, config.clients.max)
+    connections = config.clients.max + control.CONNECTIONS_SPARE + 2 * per_uid
     clients = config.clients.max * 3  # region, wake socket; region of one of before
     return DESCRIPTORS_OWN + 2 * connections + clients + 2 * len(sizes.segments_bytes)
 

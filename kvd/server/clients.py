@@ -104,6 +104,7 @@ class Clients:
         self._loop = loop
         self._domain = domain
         self._config = config.clients
+        self.slots_max = config.clients.max
         self._guard = guard
         self._free = list(range(config.clients.max - 1, -1, -1))
         self._next_id = ids_from  # never used again over this memory: regions are kept by it
@@ -112,6 +113,7 @@ class Clients:
         self.drain: Callable[[Client], None] = _nothing
         self.drain_rest: Callable[[Client], None] = _nothing  # calls what is in `leaving` in the end
         self.on_gone: Callable[[Client], None] = _nothing  # its region can still be read
+        self.on_forgotten: Callable[[Peer], None] = _nothing  # nothing of its client is left
         self.disconnects = 0
         self.protocol_errors = 0
         self.kills = 0
@@ -281,6 +283,7 @@ class Clients:
         self._keep.remove(client_name(client.client_id))
         os.close(client.region_fd)
         client.peer.close()
+        self.on_forgotten(client.peer)
         _log.info("client_gone", **self._who(client))
 
     def _close_wake(self, client: Client) -> None:
@@ -322,5 +325,5 @@ class Clients:
         return {"slot": client.slot, "pid": client.peer.pid, "client": client.name}
 
 
-def _nothing(_client: Client) -> None:
+def _nothing(_client: object) -> None:
     return

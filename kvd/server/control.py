@@ -3,7 +3,8 @@
 Owns the listening socket and every control connection; event-loop thread only. Sockets are non-blocking and driven by
 readiness callbacks, because descriptors must ride on the first byte of their frame. Limits: OUT_BYTES_MAX
 queued per connection (its asks are not read meanwhile), REQUESTS_PER_TURN asks before the loop goes on,
-`requests_in_flight_max` unanswered ones, 5 s for the handshake. What a peer sends can end its own connection only.
+`requests_in_flight_max` unanswered ones, 5 s for the handshake, `access.connections_per_uid` connections of one user.
+What a peer sends can end its own connection only.
 """
 
 from __future__ import annotations
@@ -14,14 +15,22 @@ import contextlib
 import os
 import socket
 import stat
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvd import limits
 from kvd.config import AccessConfig
-from kvd.errors import CapacityError, KvdError, ProtocolError, Retry, UnavailableError, UsageError
+from kvd.errors import (
+    CapacityError,
+    InvariantError,
+    KvdError,
+    ProtocolError,
+    Retry,
+    UnavailableError,
+    UsageError,
+)
 from kvd.server import logs
 from kvd.server.admin import Admin
 from kvd.server.clients import Client, Clients, Held
@@ -29,6 +38,7 @@ from kvd.server.domain import Domain
 from kvd.server.ghosts import Ghosts
 from kvd.server.peer import Peer, identify
 from kvd.server.supervise import Guard
+from kvd.server.turns import Turns
 from kvd.version import VERSION
 from kvd.wire import frames
 from kvd.wire import messages as wire
@@ -37,6 +47,7 @@ OUT_BYTES_MAX: Final = 8 * limits.MIB
 READ_BYTES: Final = 64 * limits.KIB
 REQUESTS_PER_TURN: Final = 16
 CONNECTIONS_SPARE: Final = 64  # beyond clients.max, for kvctl and for those that wait for a slot
+CONNECTIONS_SPARE_OF_UID: Final = 16  # of these, what one user may have where the configuration says nothing
 ACCEPT_PAUSE_S: Final = 1.0
 
 _log = logs.get("control")
@@ -217,13 +228,14 @@ class Connection:
             self._close_sent(chunk)
         self._out.clear()
         self._sock.close()
-        self._control.connections.discard(self)
+        self._control.closed(self)
         client, self.client = self.client, None
         if client is not None:
             client.on_disconnect = None
             self._control.clients.disconnect(client, None)
         elif not self._control.owns_peer(self.peer):
             self.peer.close()
+        self._control.let_go(self.peer)
 
 
 class Control:
@@ -237,7 +249,7 @@ class Control:
         clients: Clients,
         admin: Admin,
         access: AccessConfig,
-        connections_max: int,
+        turns: Turns,
         guarded: Guard,
     ) -> None:
         self.loop = loop
@@ -249,8 +261,12 @@ class Control:
         self._domain = domain
         self._admin = admin
         self._access = access
-        self._connections_max = connections_max + CONNECTIONS_SPARE
+        self._turns = turns
+        self._connections_max = clients.slots_max + CONNECTIONS_SPARE
+        self.per_uid_max = connections_per_uid(access, clients.slots_max)
+        self._of_uid: Counter[int] = Counter()
         self.guarded = guarded
+        clients.on_forgotten = self.let_go
         self.ghosts: Ghosts | None = None
         self._own_uid = os.getuid()
         self._accepting = False
@@ -278,6 +294,11 @@ class Control:
         """Whether a client that is still there uses this peer's pidfd."""
         return any(client.peer is peer for client in self.clients.by_slot.values())
 
+    def let_go(self, peer: Peer) -> None:
+        """Of the namespaces that this peer was told, if neither its connection nor its client is there any more."""
+        if not self.owns_peer(peer) and not any(other.peer is peer for other in self.connections):
+            self._domain.namespaces.let_go(peer)
+
     def _accept(self) -> None:
         for _ in range(REQUESTS_PER_TURN):
             try:
@@ -296,17 +317,38 @@ class Control:
             except UsageError as error:
                 _refuse(sock, error)
                 continue
-            # Root and the daemon's own user get in whatever others hold open: someone must be able to look.
-            if len(self.connections) >= self._connections_max and peer.uid not in (0, self._own_uid):
-                _refuse(
-                    sock,
-                    CapacityError(
-                        f"{len(self.connections)} control connections are open", code="connections"
-                    ),
-                )
+            refusal = self._no_room(peer.uid)
+            if refusal is not None:
+                _refuse(sock, refusal)
                 peer.close()
                 continue
+            self._of_uid[peer.uid] += 1
             self.connections.add(Connection(self, sock, peer))
+
+    def _no_room(self, uid: int) -> KvdError | None:
+        """Why this user gets no connection now."""
+        if self._of_uid[uid] >= self.per_uid_max:
+            return CapacityError(
+                f"user {uid} has {self._of_uid[uid]} control connections open, as many as one may; close some (each "
+                "connected store is one), or raise access.connections_per_uid",
+                code="connections", uid=uid, connections_max=self.per_uid_max,
+            )  # fmt: skip
+        # Root and the daemon's own user get in whatever others hold open: someone must be able to look.
+        if len(self.connections) >= self._connections_max and uid not in (0, self._own_uid):
+            return CapacityError(
+                f"{len(self.connections)} control connections are open, as many as this daemon has room for; close "
+                "some, or raise clients.max",
+                code="connections", connections_max=self._connections_max,
+            )  # fmt: skip
+        return None
+
+    def closed(self, connection: Connection) -> None:
+        """A connection has ended."""
+        self.connections.discard(connection)
+        uid = connection.peer.uid
+        self._of_uid[uid] -= 1
+        if not self._of_uid[uid]:
+            del self._of_uid[uid]
 
     # --- asks
 
@@ -364,27 +406,50 @@ class Control:
                 waited = self.ghosts is not None and self.ghosts.left(connection.peer, epoch, ask.slot)
                 connection.send(wire.Noted(waited), id)
             case wire.Namespace():
-                owner = (connection.peer.pid, connection.peer.start_ticks)
-                record = self._domain.register_namespace(ask.manifest, ask.label, owner)
-                connection.send(wire.Namespaced(record.number), id)
+                self._namespace(connection, id, ask)
             case wire.Call():
                 self._call(connection, id, ask)
             case wire.Hello():
                 raise ProtocolError("hello is said once", code="handshake")
 
-    def _call(self, connection: Connection, id: int, ask: wire.Call) -> None:
+    def _answer_later(self, connection: Connection, id: int) -> Callable[[object], None]:
+        """Counts an ask as unanswered until what is returned is called with its result or a KvdError."""
+
         def done(outcome: object) -> None:
             connection.unanswered -= 1
-            connection.send(
-                wire.Error.of(outcome) if isinstance(outcome, KvdError) else wire.Result(outcome), id
-            )
+            body = wire.Error.of(outcome) if isinstance(outcome, KvdError) else outcome
+            connection.send(body if isinstance(body, wire.Body) else wire.Result(body), id)
 
         connection.unanswered += 1
+        return done
+
+    def _call(self, connection: Connection, id: int, ask: wire.Call) -> None:
+        done = self._answer_later(connection, id)
         try:
-            self._admin.call(connection.peer, ask.method, ask.params, done)
+            self._admin.call(connection.peer, ask.method, ask.params, done, lambda: not connection.closed)
         except KvdError:
             connection.unanswered -= 1
             raise
+
+    def _namespace(self, connection: Connection, id: int, ask: wire.Namespace) -> None:
+        done = self._answer_later(connection, id)
+        peer = connection.peer
+
+        def step() -> bool:
+            if not connection.closed:
+                try:
+                    record = self._domain.namespaces.register(
+                        ask.manifest, ask.label, (peer.pid, peer.start_ticks), peer
+                    )
+                except KvdError as error:
+                    if isinstance(error, InvariantError):
+                        raise
+                    done(error)
+                else:
+                    done(wire.Namespaced(record.number))
+            return True
+
+        self._turns.submit(peer.uid, peer, step)
 
     def _attach(self, connection: Connection, id: int, ask: wire.Attach) -> None:
         hello = connection.hello
@@ -434,6 +499,13 @@ class Control:
             connection.fail(error)
         else:
             connection.close()
+
+
+def connections_per_uid(access: AccessConfig, clients_max: int) -> int:
+    """How many connections one user may have: as configured, or its clients and some for kvctl."""
+    if access.connections_per_uid == "auto":
+        return clients_max + CONNECTIONS_SPARE_OF_UID
+    return access.connections_per_uid
 
 
 def _refuse(sock: socket.socket, error: KvdError) -> None:

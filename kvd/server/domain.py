@@ -13,29 +13,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvd import limits
 from kvd.clock import Clock
 from kvd.config import Config, Sizes
 from kvd.core import events as ev
 from kvd.core.core import Core, CoreConfig
-from kvd.errors import CapacityError
-from kvd.layout.manifest import Manifest
 from kvd.server import logs
-from kvd.server.names import Names
+from kvd.server.namespaces import Namespaces
 from kvd.shm import _native, pool, segments
 
 _log = logs.get("domain")
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceRecord:
-    """A namespace that a client registered: number in RESERVE, root of its chain."""
-
-    number: int
-    root: bytes
-    label: str
-    model: str
-    tenant: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +49,18 @@ class Domain:
     table: _native.Table
     meta_fd: int
     segments: list[pool.Segment]
-    namespaces: dict[bytes, NamespaceRecord] = field(default_factory=dict)
-    namespaces_by_number: dict[int, NamespaceRecord] = field(default_factory=dict)
-    namespaces_of: dict[tuple[int, int], int] = field(
-        default_factory=dict
-    )  # by process: how many it brought up
+    namespaces: Namespaces = field(init=False)
     # Told of each publication and eviction once the table has spoken, before the core is.
     published_observers: list[Callable[[ev.DoPublish, ev.Published], None]] = field(default_factory=list)
     evicted_observers: list[Callable[[ev.DoEvict, ev.Evicted], None]] = field(default_factory=list)
     leaving: dict[int, Callable[[], None]] = field(
         default_factory=dict
     )  # by slot: what follows when it is given up
-    names: Names | None = None  # what the next daemon over this memory must know
     # By type rather than by `match`: this is looked up for every effect of every operation.
     performers: dict[type, Callable[[Any], ev.Published | ev.Evicted | None]] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.namespaces = Namespaces(self.core.namespace_is_used)
         self.performers = {
             ev.DoReserve: self._reserve,
             ev.DoPublish: self._publish,
@@ -181,42 +163,6 @@ class Domain:
         """The checksum a published member carries; None: there is no such member (any more)."""
         members = self.table.entry(entry)["members"]
         return next((int(row["checksum"]) for row in members if row["member"] == member), None)
-
-    def register_namespace(
-        self, encoded: bytes, label: str, owner: tuple[int, int] | None = None
-    ) -> NamespaceRecord:
-        """The record of this manifest, new or known. Raises UsageError(encoding), CapacityError(namespaces).
-
-        `owner` is the process that asks (pid, start ticks): numbers are given out for ever, and one process gets no
-        more than its share. None: nobody's.
-        """
-        manifest = Manifest.decode(encoded)
-        known = self.namespaces.get(manifest.root)
-        if known is not None:
-            return known
-        number = len(self.namespaces) + 1
-        if number > limits.namespaces_max:
-            raise CapacityError(
-                f"domain {self.name!r} has {limits.namespaces_max} namespaces already; restart the daemon to "
-                "forget them",
-                code="namespaces", namespaces_max=limits.namespaces_max,
-            )  # fmt: skip
-        if owner is not None:
-            owned_count = self.namespaces_of.get(owner, 0)
-            if owned_count >= limits.namespaces_per_process_max:
-                raise CapacityError(
-                    f"process {owner[0]} brought up {owned_count} namespaces, as many as one may: namespaces are for "
-                    "models and tenants, not for requests",
-                    code="namespaces", namespaces_max=limits.namespaces_per_process_max,
-                )  # fmt: skip
-            self.namespaces_of[owner] = owned_count + 1
-        if self.names is not None:
-            self.names.add_namespace(number, encoded, label)
-        fields = manifest.fields()
-        record = NamespaceRecord(number, manifest.root, label, str(fields["model"]), str(fields["tenant"]))
-        self.namespaces[record.root] = record
-        self.namespaces_by_number[number] = record
-        return record
 
     def close(self) -> None:
         """Remove named memory. The mappings go with the process."""

@@ -108,7 +108,7 @@ class Events:
         return made, made.getsockopt_string(self._zmq.LAST_ENDPOINT)
 
     def _name_of(self, number: int) -> str:
-        record = self._domain.namespaces_by_number.get(number)
+        record = self._domain.namespaces.by_number.get(number)
         return record.root.hex()[:12] if record is not None else ""
 
     # --- on the loop

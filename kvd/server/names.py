@@ -1,9 +1,10 @@
 """What META does not say and a later daemon must know: namespaces by their numbers, layout version, boot.
 
 Owns one memory file of records that are only ever appended: `u32 payload_bytes, u32 crc32, payload (msgpack)`. The
-first is the header. A daemon that died while it appended leaves a last record that does not check out and is
-ignored; no number of it was told to anybody. The form of the header never changes, so that any version can
-say what it found.
+first is the header; each other one adds a namespace or says that one is forgotten. A daemon that died while it appended
+leaves a last record that does not check out and is ignored; no number of it was told to anybody. The form of the header
+never changes, so that any version can say what it found. A file that is mostly about what is forgotten is followed by
+another one (`renewed`).
 
 Event-loop thread only. Never handed to clients.
 """
@@ -25,6 +26,7 @@ from kvd.shm import segments
 MAGIC: Final = b"KVDNAMES"
 _HEAD: Final = struct.Struct("<II")
 _RECORD_BYTES_MAX: Final = 4 * limits.manifest_bytes_max
+FORGOTTEN_BYTES_MIN: Final = 4 * limits.MIB  # less is not worth another file
 
 
 @dataclass(slots=True)
@@ -43,15 +45,39 @@ class Names:
 
     def __init__(self, layout: int, epoch: int, boot_id: bytes, version: str) -> None:
         self.fd = segments.create("kvd-names")
+        self._header = (layout, epoch, boot_id, version)
         self._end = len(MAGIC)
+        self._bytes_of: dict[int, int] = {}  # by number: what its record takes
         os.pwrite(self.fd, MAGIC, 0)
         self._append({"layout": layout, "epoch": epoch, "boot": boot_id, "version": version})
 
     def add_namespace(self, number: int, manifest: bytes, label: str) -> None:
         """Before its number is told to anybody. Raises CapacityError."""
-        self._append({"n": number, "m": manifest, "l": label})
+        self._bytes_of[number] = self._append({"n": number, "m": manifest, "l": label})
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def forget_namespace(self, number: int) -> None:
+        """Before its number is given to another one. Raises CapacityError."""
+        self._append({"x": number})
+        self._bytes_of.pop(number, None)
+
+    @property
+    def is_mostly_forgotten(self) -> bool:
+        """Whether another file is worth while."""
+        live_bytes = sum(self._bytes_of.values()) if self._end > FORGOTTEN_BYTES_MIN else 0
+        return self._end > max(FORGOTTEN_BYTES_MIN, 2 * live_bytes)
+
+    def renewed(self) -> Names:
+        """Another file that says the same in fewer bytes; this one stays as it is. Raises CapacityError."""
+        following = Names(*self._header)
+        for number, manifest, label in read(self.fd).namespaces:
+            following.add_namespace(number, manifest, label)
+        return following
+
+    def close(self) -> None:
+        """Write no more. The file lives as long as somebody keeps it."""
+        os.close(self.fd)
+
+    def _append(self, record: dict[str, Any]) -> int:
         payload = msgpack.packb(record, use_bin_type=True)
         data = _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
         try:
@@ -61,6 +87,7 @@ class Names:
         if written != len(data):
             raise CapacityError("no memory for a name", code="memory")
         self._end += len(data)
+        return len(data)
 
 
 def read(fd: int) -> Known:
@@ -73,9 +100,13 @@ def read(fd: int) -> Known:
         known = Known(
             int(header["layout"]), int(header["epoch"]), bytes(header["boot"]), str(header["version"])
         )
+        found: dict[int, tuple[int, bytes, str]] = {}
         for record in rest:
             if "n" in record:
-                known.namespaces.append((int(record["n"]), bytes(record["m"]), str(record["l"])))
+                found[int(record["n"])] = (int(record["n"]), bytes(record["m"]), str(record["l"]))
+            elif "x" in record:
+                found.pop(int(record["x"]), None)
+        known.namespaces = [found[number] for number in sorted(found)]
     except (KeyError, TypeError, ValueError):
         raise CompatibilityError("the kept list of names cannot be read", code="names") from None
     return known

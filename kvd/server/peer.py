@@ -26,9 +26,12 @@ _YOUNG_TICKS: Final = 2
 _UCRED: Final = struct.Struct("3i")
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Peer:
-    """Process, user and groups of a peer. `pid` is 0 if it lives in a pid namespace that this one cannot see."""
+    """Process, user and groups of a peer; one for each connection.
+
+    `pid` is 0 if it lives in a pid namespace that this one cannot see.
+    """
 
     pid: int
     uid: int

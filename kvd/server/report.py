@@ -6,9 +6,10 @@ the same numbers as the status, all present from the start.
 
 from __future__ import annotations
 
+import heapq
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from kvd.config import Config, format_size
@@ -21,6 +22,7 @@ from kvd.server.domain import Domain
 from kvd.server.events import COUNTERS as EVENT_COUNTERS
 from kvd.server.events import Events
 from kvd.server.metrics import Series
+from kvd.server.namespaces import NamespaceRecord
 from kvd.server.population import Progress
 from kvd.server.runner import Runner
 from kvd.server.supervise import Supervisor
@@ -35,6 +37,7 @@ CLIENT_COUNTERS: Final = (
     "lookups", "keys_asked", "keys_hit", "leases", "leases_released", "bytes_viewed", "fetches", "adopts",
     "adopts_failed", "verify_failed", "bytes_filled",
 )  # fmt: skip
+NAMESPACES_SHOWN_MAX: Final = 100
 PARTS: Final = ("daemon", "population", "tick", "metrics", "verify")
 
 
@@ -76,7 +79,7 @@ class Report:
         for client in self._clients.by_slot.values():
             self._clients.look_at_leases(client, domain.sizes.leased_bytes_max)
         statistics = domain.core.statistics()
-        namespaces = self._namespaces(statistics.pop("namespaces"))
+        used = statistics.pop("namespaces")
         return {
             "version": VERSION,
             "pid": os.getpid(),
@@ -99,16 +102,30 @@ class Report:
             },
             "verify": self._verifier.status(),
             "restart": self.restart(),
-            "namespaces": namespaces,
+            "namespaces": self.namespaces(self._largest(used), used),
+            "namespaces_count": len(domain.namespaces),
             "lookups": dict(zip(CLIENT_COUNTERS, self._client_counters(), strict=True)),
             "counters": self._counters(),
         }
 
-    def _namespaces(self, used: object) -> list[dict[str, object]]:
+    def _largest(self, used: object) -> list[NamespaceRecord]:
+        """The namespaces with the most bytes, as many as a status has room for, by number."""
+        sizes = {number: row["bytes"] for number, row in used.items()} if isinstance(used, dict) else {}
+        records = list(self._domain.namespaces.by_number.values())
+        if len(records) > NAMESPACES_SHOWN_MAX:
+            records = heapq.nlargest(
+                NAMESPACES_SHOWN_MAX, records, key=lambda record: sizes.get(record.number, 0)
+            )
+        return sorted(records, key=lambda record: record.number)
+
+    def namespaces(self, records: Iterable[NamespaceRecord], used: object = None) -> list[dict[str, object]]:
+        """One row each. `used`: families and bytes by number, where they are known already."""
+        if used is None:
+            used = self._domain.core.statistics()["namespaces"]
         if not isinstance(used, dict):
             raise InvariantError("the core lists namespaces as a map")
         rows: list[dict[str, object]] = []
-        for item in self._domain.namespaces.values():
+        for item in records:
             row = used.get(item.number, {"families": 0, "bytes": 0})
             rows.append(
                 {
@@ -220,6 +237,7 @@ class Report:
             "client_protocol_errors": self._clients.protocol_errors,
             "clients_killed": self._clients.kills,
             "control_connections": self.control.accepted if self.control is not None else 0,
+            "namespaces_forgotten": self._domain.namespaces.forgotten_count,
             "control_errors": self.control.errors if self.control is not None else 0,
             "ring_frames": self._runner.frames,
             "answers_deferred": self._runner.replies_deferred,

@@ -201,7 +201,7 @@ class Runner:
 
     def _refusal(self, client: Client, ask: messages.Reserve) -> KvdError | None:
         """Why this reservation is well-formed and still cannot be."""
-        if ask.namespace not in self._domain.namespaces_by_number:
+        if ask.namespace not in self._domain.namespaces.by_number:
             return UsageError(
                 f"namespace {ask.namespace} is not registered; ask for it with its manifest first",
                 code="namespace", namespace=ask.namespace,

@@ -19,14 +19,19 @@ from kvd.kvctl.main import app
 # The answers beside this file are imported by their name, here and in the tests.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from kvctl_answers import CLIENT, STATUS
+from kvctl_answers import CLIENT, NAMESPACES, STATUS
 
 
 class Daemon:
     """Answers by method: a value, an exception to raise, or a function of the parameters."""
 
     def __init__(self, answers: dict[str, Any]) -> None:
-        self.answers = {"status": STATUS, "clients": [CLIENT], **copy.deepcopy(answers)}
+        self.answers = {
+            "status": STATUS,
+            "clients": [CLIENT],
+            "namespaces": NAMESPACES,
+            **copy.deepcopy(answers),
+        }
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.deadline_s = 0.0
         self.path = ""

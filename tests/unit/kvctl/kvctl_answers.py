@@ -46,6 +46,7 @@ STATUS: dict[str, Any] = {
         {"number": 2, "root": "ff" * 32, "label": "qwen@ffffffffffff", "model": "qwen", "tenant": "", "families": 0,
          "bytes": 0},
     ],
+    "namespaces_count": 2,
     "verify": {"running": None, "last": None, "sample_every": 1000},
     "lookups": LOOKUPS,
     "counters": COUNTERS,
@@ -56,3 +57,5 @@ CLIENT: dict[str, Any] = {
     "blocks_reclaim_s": None,
     "frames": 10, "answers_waiting": 0, "counters": {"keys_asked": 200, "keys_hit": 150},
 }  # fmt: skip
+
+NAMESPACES: dict[str, Any] = {"namespaces": STATUS["namespaces"], "next": None}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from kvctl_answers import GIB, STATUS
+from kvctl_answers import CLIENT, GIB, STATUS
 
 from kvd import config as configuration
 from kvd.config import Config, PoolConfig, parse_amount
@@ -43,10 +43,12 @@ def pool(**options: Any) -> Config:
     return Config(pool=PoolConfig(**{"size": parse_amount("64GiB"), **options}))
 
 
-def running(status: dict[str, Any] = STATUS, **changes: Any) -> dict[str, Any]:
+def running(
+    status: dict[str, Any] = STATUS, clients: tuple[dict[str, Any], ...] = (), **changes: Any
+) -> dict[str, Any]:
     """What to change in the facts when a daemon answers."""
     settings = {key: value for key, value, *_ in pool().describe()}
-    answered = Answered(VERSION, 4711, 1, 1, status, DOCTOR, settings)
+    answered = Answered(VERSION, 4711, 1, 1, status, DOCTOR, settings, list(clients))
     socket = SocketFacts("/run/kvd/kvd.sock", Kind.SOCKET, 0o660, 100, 100, True)
     values = {"daemon": answered, "daemon_error": None, "of_daemon": LIMITS, "socket": socket}
     return {**values, **changes}
@@ -299,3 +301,19 @@ def test_gather_takes_the_socket_of_the_configuration(kvctl: Any, tmp_path: Any)
     assert facts.daemon.settings == {"pool.size": "64 MiB"}
     assert facts.sizes is not None
     assert facts.sizes.pool_bytes == 64 << 20
+
+
+def test_clients_that_block_reclaim_are_named_with_the_way_out() -> None:
+    blocking = {**CLIENT, "blocks_reclaim_s": 754.0}
+    left = {**blocking, "pid": 901, "blocks_reclaim_s": 900.0, "state": "disconnected"}
+    found = [
+        one
+        for one in checks.all_checks(of(pool(), **running(clients=(CLIENT, blocking, left))))
+        if one.name == "clients"
+    ]
+    assert [one.level for one in found] == [Level.WARN, Level.WARN]
+    longest, other = found
+    assert "pid 901" in longest.found and "left" in longest.found and "for 900 s" in longest.found
+    assert "pid 900 (vllm-engine, user 1000) has held memory" in other.found
+    assert "5 leases on 3 MiB" in other.found
+    assert "kill 900" in other.advice

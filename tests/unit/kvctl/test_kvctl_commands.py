@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvctl_answers import CLIENT, KEY, OTHER, ROOT
+from kvctl_answers import CLIENT, KEY, OTHER, ROOT, STATUS
 
 from kvd.errors import (
     CapacityError,
@@ -457,3 +457,35 @@ def test_config_check_names_what_is_wrong(
     assert kvctl.json("config", "check", str(path), code=ExitCode.NO)["error"]["code"].startswith(
         "KVD-CONFIG"
     )
+
+
+def test_what_clients_call_themselves_cannot_steer_the_terminal(kvctl: Any, changed: Any) -> None:
+    """Fails if answers are printed as they come: a daemon of another release may not have made them printable."""
+    evil = "\x1b]0;owned\x07\x9b31m\u202e[bold]"
+    rows = [{**STATUS["namespaces"][0], "label": evil, "tenant": evil}]
+    kvctl.against(
+        status=changed({"namespaces": rows}),
+        namespaces={"namespaces": rows, "next": None},
+        clients=[{**CLIENT, "name": evil, "blocks_reclaim_s": 5.0}],
+        pin=UsageError(f"what is {evil}", code="key"),
+    )
+    shown = [kvctl("status"), kvctl("ls"), kvctl("clients"), kvctl("ls", "--json"), kvctl("clients", "--json")]
+    shown.append(kvctl("pin", "ab" * 8, code=2))
+    for text in shown:
+        assert "owned" in text and "[bold]" in text, "markup is text"
+        assert not set(text) & set("\x1b\x07\x9b\u202e")
+
+
+def test_many_namespaces_come_in_pages(kvctl: Any, changed: Any) -> None:
+    row = STATUS["namespaces"][0]
+
+    def page(start: int, limit: int) -> dict[str, Any]:
+        numbers = range(start, min(start + limit, 2501))
+        return {
+            "namespaces": [{**row, "number": n, "label": f"l{n}", "root": f"{n:064x}"} for n in numbers],
+            "next": numbers.stop if numbers.stop < 2501 else None,
+        }
+
+    kvctl.against(namespaces=page, status=changed({"namespaces_count": 2500}))
+    assert len(kvctl.json("ls")) == 2500
+    assert "2,498 more hold less: kvctl ls shows all" in kvctl("status")

@@ -105,7 +105,7 @@ class World:
         )
         for segment in self.domain.segments:
             self.domain.step(ev.SegmentReady(segment.number, 0, segment.size_bytes))
-        self.namespace = self.domain.register_namespace(Manifest(**MANIFEST).encode(), "").number
+        self.namespace = self.domain.namespaces.register(Manifest(**MANIFEST).encode(), "").number
         self.attached = []
 
     def guard(self, call, *args):

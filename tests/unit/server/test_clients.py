@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import gc
+import os
 import weakref
 from array import array
 
@@ -13,6 +14,7 @@ from kvd.core import publishing
 from kvd.errors import CapacityError, ProtocolError
 from kvd.layout.manifest import Manifest
 from kvd.server import clients as clients_module
+from kvd.server import names
 from kvd.server import runner as runners
 from kvd.server.clients import Held, State
 from kvd.shm import messages
@@ -248,31 +250,93 @@ def test_one_client_gets_its_share_of_what_is_being_written(world, keys):
     assert one.store(keys(2, seed=1), size=1 << 20) == [Published.PUBLISHED] * 2
 
 
+def manifest_of(number, **changes):
+    fields = {"model": "m", "revision": "r", "dtype": "bfloat16", "fixed": "*", "salt": "", **changes}
+    return Manifest(**{"tenant": str(number), **fields}).encode()
+
+
 def test_one_process_gets_its_share_of_namespaces(world):
-    here = world()
-    manifest = {"model": "m", "revision": "r", "dtype": "bfloat16", "fixed": "*", "salt": ""}
-
-    def register(number, owner):
-        encoded = Manifest(**manifest, tenant=f"t{number}").encode()
-        return here.domain.register_namespace(encoded, "", owner).number
-
+    spaces = world().domain.namespaces
     for number in range(limits.namespaces_per_process_max):
-        register(number, (1, 1))
+        spaces.register(manifest_of(number), "", (1, 1), "connection 1")
     with pytest.raises(CapacityError, match="brought up 1024 namespaces"):
-        register(limits.namespaces_per_process_max, (1, 1))
-    assert register(5, (1, 1)), "what is known is no new one"
-    assert register(limits.namespaces_per_process_max, (1, 2))
+        spaces.register(manifest_of(-1), "", (1, 1), "connection 1")
+    assert spaces.register(manifest_of(5), "", (1, 1), "connection 1"), "what is known is no new one"
+    assert spaces.register(manifest_of(-1), "", (1, 2), "connection 2")
+    spaces.let_go("connection 1")
+    spaces.register(manifest_of(-2), "", (1, 1), "connection 3")
+    assert spaces.forgotten_count, "its own that nobody uses any more make room"
 
 
 def test_the_last_namespace_number_can_be_used(world, keys):
     """It was registered and then, at the first reservation, not known."""
     here = world()
-    manifest = {"model": "m", "revision": "r", "dtype": "bfloat16", "fixed": "*", "salt": ""}
     number = 0
     while number < limits.namespaces_max:
-        encoded = Manifest(**manifest, tenant=f"t{number}").encode()
-        number = here.domain.register_namespace(encoded, "").number
+        number = here.domain.namespaces.register(manifest_of(number), "").number
     assert here.attach().store(keys(1), namespace=number) == [Published.PUBLISHED]
+
+
+def test_a_namespace_that_is_used_is_not_forgotten(world, keys):
+    """Fails if what is stored, or who was told a number, is left out: its number is another one's then."""
+    here = world()
+    spaces = here.domain.namespaces
+    spaces.register(manifest_of("first"), "")  # by nobody
+    told = spaces.register(manifest_of("told"), "", None, "somebody").number
+    stored = spaces.register(manifest_of("stored"), "").number
+    assert here.attach().store(keys(1), namespace=stored) == [Published.PUBLISHED]
+    for number in range(2 * limits.namespaces_max):
+        given = spaces.register(manifest_of(number), "").number
+        assert 1 <= given <= limits.namespaces_max
+        assert given not in (told, stored)
+    assert len(spaces) <= limits.namespaces_max
+    assert spaces.forgotten_count >= limits.namespaces_max
+    assert spaces.by_number[told].tenant == "told"
+    assert spaces.by_number[stored].tenant == "stored"
+    assert [record.tenant for record in spaces.by_root.values()][:3] != ["first", "told", "stored"], (
+        "oldest first"
+    )
+
+
+def test_namespaces_that_are_all_in_use_are_refused_by_name(world):
+    spaces = world().domain.namespaces
+    for number in range(limits.namespaces_max - len(spaces)):
+        spaces.register(manifest_of(number), "", None, "somebody")
+    spaces.register(manifest_of("m"), "", None, "somebody")  # in place of the world's own
+    with pytest.raises(CapacityError, match="kvctl clear") as caught:
+        spaces.register(manifest_of("one more"), "", None, "somebody")
+    assert caught.value.code == "KVD-CAPACITY-NAMESPACES"
+
+
+def test_what_a_client_calls_itself_can_be_shown(world):
+    """Fails if strings are kept as they come: an escape sequence would steer the operator's terminal."""
+    spaces = world().domain.namespaces
+    record = spaces.register(manifest_of("\x1b]0;owned\x07\u202e\x9b31m", model="m" * 60_000), "a\nb\x1b[2J")
+    assert record.tenant == "?]0;owned???31m"
+    assert record.label == "a?b?[2J"
+    assert len(record.model) == 96
+
+
+def test_the_list_of_names_says_what_is_known_now(world):
+    """Over many forgotten ones its file is written anew, and says the same."""
+    here = world()
+    spaces = here.domain.namespaces
+    spaces.names = names.Names(1, 77, bytes(16), "test")
+    files = [spaces.names.fd]
+    spaces.names_renewed = lambda fresh: files.append(fresh.fd)
+    spaces.register(manifest_of("kept"), "kept", None, "somebody")
+    for number in range(limits.namespaces_max + 400):
+        spaces.register(manifest_of(number, extra={"long": "x" * 3000}), "")
+    before = len(files)
+    known = names.read(spaces.names.fd).namespaces
+    found = {number: (Manifest.decode(encoded).root, label) for number, encoded, label in known}
+    assert found == {n: (record.root, "kept" * (n == 2)) for n, record in spaces.by_number.items()}
+    for number in range(2 * limits.namespaces_max):
+        spaces.register(manifest_of(f"again {number}", extra={"long": "x" * 3000}), "")
+    assert len(files) > before, "the file was written anew"
+    assert os.fstat(spaces.names.fd).st_size < 40 << 20
+    found = {n: Manifest.decode(encoded).root for n, encoded, _ in names.read(spaces.names.fd).namespaces}
+    assert found == {n: record.root for n, record in spaces.by_number.items()}
 
 
 def test_strict_mode_and_another_split_leave_the_daemon_alive(world, keys):

@@ -148,11 +148,7 @@ def test_the_next_core_knows_what_the_last_one_knew(seed: int) -> None:
     kept, random = Kept(), Random(seed)
     first = start(kept, 1)
     for number in (b"one", b"two"):
-        assert first.domain.names is not None
-        first.domain.names.add_namespace(len(first.domain.namespaces) + 1, encoded(number), "")
-        first.domain.names, names = None, first.domain.names
-        first.domain.register_namespace(encoded(number), "")
-        first.domain.names = names
+        first.domain.namespaces.register(encoded(number), "")
     ready(first)
     writer = Writer(first, random)
     for _ in range(random.randrange(5, 60)):
@@ -191,8 +187,8 @@ def test_a_pool_of_other_segments_keeps_those_that_fit() -> None:
     first = start(kept, 1)
     ready(first)
     writer = Writer(first, Random(5))
-    first.domain.register_namespace(encoded(b"one"), "")
-    first.domain.register_namespace(encoded(b"two"), "")
+    first.domain.namespaces.register(encoded(b"one"), "")
+    first.domain.namespaces.register(encoded(b"two"), "")
     for _ in range(40):
         writer.turn()
     before = {row.entry for row in first.domain.core.families(None, 0, 10_000)[0]}
