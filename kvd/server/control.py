@@ -122,18 +122,31 @@ class Connection:
     def _turn(self) -> None:
         self._turn_scheduled = False
         for _ in range(REQUESTS_PER_TURN):
-            if self.closed or not self._asks or self._out_bytes > OUT_BYTES_MAX:
+            if self.closed or not self._asks or not self._may_ask():
                 break
             self._control.handle(self, self._asks.popleft())
         if self.closed:
             return
         if self._asks or self._out_bytes > OUT_BYTES_MAX:
             self._read_off()
-            if self._out_bytes <= OUT_BYTES_MAX and not self._turn_scheduled:
-                self._turn_scheduled = True
-                self._loop.call_soon(self._control.guarded, self._turn)
+            self._go_on()
         else:
             self._read_on()
+
+    def _may_ask(self) -> bool:
+        """Whether this peer has taken its answers, and is not waiting for too many."""
+        return self._out_bytes <= OUT_BYTES_MAX and self.unanswered < REQUESTS_PER_TURN
+
+    def _go_on(self) -> None:
+        if self._asks and self._may_ask() and not self._turn_scheduled:
+            self._turn_scheduled = True
+            self._loop.call_soon(self._control.guarded, self._turn)
+
+    def answered(self) -> None:
+        """One of the asks that take a while has its answer."""
+        self.unanswered -= 1
+        if not self.closed:
+            self._go_on()
 
     def _handshake_late(self) -> None:
         self._handshake = None
@@ -416,9 +429,9 @@ class Control:
         """Counts an ask as unanswered until what is returned is called with its result or a KvdError."""
 
         def done(outcome: object) -> None:
-            connection.unanswered -= 1
             body = wire.Error.of(outcome) if isinstance(outcome, KvdError) else outcome
             connection.send(body if isinstance(body, wire.Body) else wire.Result(body), id)
+            connection.answered()
 
         connection.unanswered += 1
         return done
