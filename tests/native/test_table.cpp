@@ -3,15 +3,11 @@
 // All sides use one mapping of META and of each CLIENT region, so that a sanitizer sees every access to the same
 // address. What each test guards is named where it is: it fails in a build with KVD_DEFINES=KVD_TESTING when run with
 // KVD_MUTANT=x.
-#include <sys/mman.h>
-#include <unistd.h>
-
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <thread>
 
+#include "check.hpp"
 #include "client.hpp"
 #include "mutants.hpp"
 #include "table.hpp"
@@ -20,33 +16,8 @@ using namespace kvd;
 
 namespace {
 
-#define CHECK(condition)                                                                  \
-  do {                                                                                    \
-    if (!(condition)) {                                                                   \
-      std::fprintf(stderr, "%s:%d: CHECK(%s) failed\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                       \
-    }                                                                                     \
-  } while (0)
-
-#define CHECK_THROWS(error, call)  \
-  do {                             \
-    bool caught = false;           \
-    try {                          \
-      call;                        \
-    } catch (const error&) {       \
-      caught = true;               \
-    }                              \
-    CHECK(caught && #call);        \
-  } while (0)
-
 constexpr u64 seed = 20240611;
 constexpr u64 object_bytes = 256;
-
-int memory_file(const char* name, u64 bytes = 0) {
-  const int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  CHECK(fd >= 0 && ftruncate(fd, static_cast<off_t>(bytes)) == 0);
-  return fd;
-}
 
 struct World {
   static constexpr u64 epoch = 99;

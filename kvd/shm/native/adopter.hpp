@@ -18,11 +18,10 @@ void same(Shared<T>& to, const Shared<T>& from) {
 class Adopter {
  public:
   Adopter(Table& table, const Adoption& old, const AdoptionPlan& plan)
-      : table_(table), old_(old.index()), plan_(plan), slots_(old_, plan), families_(old_.shape().families_max),
+      : table_(table), old_(old.index()), plan_(plan), slots_(fitting(), plan), families_(old_.shape().families_max),
         held_((families_ + 63) / 64), slot_entry_() {}
 
   Adopted run() {
-    check_fit();
     look_at_hazards();
     claim_pending();
     claim_families();
@@ -37,6 +36,7 @@ class Adopter {
  private:
   enum Verdict : u8 { absent, whole, damaged, not_kept };
   void check_fit() const;
+  const Index& fitting() const { return check_fit(), old_; }  // before anything is made as large as the old META says
   void look_at_hazards();
   bool held(u32 entry) const { return (held_[entry / 64] >> (entry % 64) & 1) != 0; }
 
