@@ -133,7 +133,7 @@ $(SGLANG)/stamp-kvd: $(SGLANG)/stamp-sglang $(NATIVE)
 	@touch $@
 
 test-engines-sglang: $(SGLANG)/stamp-kvd $(VENV)/stamp-test
-	KVD_TEST_ENGINES=1 $(BIN)/python -m pytest tests/engines/test_sglang.py
+	KVD_TEST_ENGINES=1 $(BIN)/python -m pytest tests/engines/test_sglang.py tests/engines/test_sglang_engine.py
 
 SECONDS ?= 60
 fuzz: $(VENV)/stamp-test

@@ -1,7 +1,7 @@
 """SGLang on a machine without a GPU, for tests: kvd's backend with page copies that need no CUDA, and one engine run.
 
 As a module in SGLang's own process it is the storage backend `CpuKvdHiCache`. As a program, `sglang_cpu.py MODEL JSON`
-starts an engine, generates for each prompt of the JSON, and prints `RESULT {...}`.
+starts an engine and answers orders, a line each (`main`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from typing import Any
 
 from kvd.engines.sglang import KvdHiCache
@@ -50,34 +51,48 @@ def small_reserve() -> None:
 
 
 class CpuKvdHiCache(KvdHiCache):
-    """kvd's backend where there is no CUDA; tells its counters in a file when SGLang ends or asks for statistics."""
+    """kvd's backend where there is no CUDA; keeps its counters in a file, for the test to read."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         copies_without_cuda()
         super().__init__(storage_config, kwargs)
 
     def _tell(self) -> None:
-        with open(os.environ["KVD_TEST_COUNTERS"], "w", encoding="utf-8") as file:
+        path = os.environ["KVD_TEST_COUNTERS"]
+        with open(f"{path}.{threading.get_ident()}", "w", encoding="utf-8") as file:
             json.dump(self.counters.totals(), file)
-
-    def batch_set_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> list[bool]:
-        stored = super().batch_set_v1(keys, host_indices, extra_info)
-        self._tell()
-        return stored
-
-    def batch_get_v1(self, keys: Any, host_indices: Any, extra_info: Any = None) -> list[bool]:
-        loaded = super().batch_get_v1(keys, host_indices, extra_info)
-        self._tell()
-        return loaded
+        os.replace(file.name, path)
 
 
-def main() -> None:
-    """One engine, the prompts of the job one after the other, twice if asked."""
+def _telling(name: str) -> None:
+    hook = getattr(KvdHiCache, name)
+
+    def told(self: CpuKvdHiCache, *given: Any, **named: Any) -> Any:
+        try:
+            return hook(self, *given, **named)
+        finally:
+            self._tell()
+
+    setattr(CpuKvdHiCache, name, told)
+
+
+for _name in (
+    "batch_exists",
+    "batch_get_v1",
+    "batch_set_v1",
+    "batch_exists_v2",
+    "batch_get_v2",
+    "batch_set_v2",
+):
+    _telling(_name)
+
+
+def started(model: str, job: dict[str, Any]) -> Any:
+    """An engine: plain, or with kvd behind a hierarchical cache."""
     import sglang
     import torch
 
     torch.set_num_threads(2)
-    model, job = sys.argv[1], json.loads(sys.argv[2])
     backend = {
         "backend_name": "kvd", "module_path": "sglang_cpu", "class_name": "CpuKvdHiCache", "interface_v1": 1,
         "socket": job["socket"], **job.get("extra", {}),
@@ -88,37 +103,42 @@ def main() -> None:
         "hicache_storage_prefetch_policy": "wait_complete",
         "hicache_storage_backend_extra_config": json.dumps(backend),
     }  # fmt: skip
-    engine = sglang.Engine(
+    return sglang.Engine(
         model_path=model, device="cpu", dtype="float32", attention_backend="torch_native", page_size=64,
         disable_overlap_schedule=True, skip_server_warmup=True, mem_fraction_static=0.3, max_total_tokens=8192,
         log_level="warning", sampling_backend="pytorch", grammar_backend="none", disable_cuda_graph=True,
-        skip_tokenizer_init=True, **hicache,
+        skip_tokenizer_init=True, **hicache, **job.get("options", {}),
     )  # fmt: skip
-    told = []
-    for prompt in job["prompts"]:
-        out = engine.generate(
-            input_ids=prompt, sampling_params={"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-        )
-        told.append({"tokens": out["output_ids"], "cached": out["meta_info"]["cached_tokens"]})
-    print("RESULT " + json.dumps(told), flush=True)
-    if job.get("wait_saved"):
-        wait_saved(job["wait_saved"])
+
+
+def main() -> None:
+    """One engine, until the end of the standard input.
+
+    A line of it is an order: {"prompt": ids, "tokens": n, "flush": whether the engine is to forget all it has itself};
+    each is answered by a line `RESULT {"tokens": ids, "cached": n}`, and the engine's start by `RESULT {}`.
+    """
+    engine = started(sys.argv[1], json.loads(sys.argv[2]))
+    print("RESULT {}", flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if order.get("flush"):
+            forget(engine)
+        sampling = {"temperature": 0, "max_new_tokens": order.get("tokens", 8), "ignore_eos": True}
+        out = engine.generate(input_ids=order["prompt"], sampling_params=sampling)
+        told = {"tokens": out["output_ids"], "cached": out["meta_info"]["cached_tokens"]}
+        print("RESULT " + json.dumps(told), flush=True)
     engine.shutdown()
 
 
-def wait_saved(pages: int) -> None:
-    """SGLang stores behind its answers: until the backend says that so many pages are stored."""
+def forget(engine: Any) -> None:
+    """SGLang refuses while it is still storing behind its last answer: asked until it has done it."""
     import time
 
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
-        try:
-            with open(os.environ["KVD_TEST_COUNTERS"], encoding="utf-8") as file:
-                if json.load(file)["saved_pages"] >= pages:
-                    return
-        except (OSError, ValueError):
-            pass
-        time.sleep(0.05)
+    end = time.monotonic() + 60
+    while not getattr(engine.flush_cache(), "success", True):
+        if time.monotonic() > end:
+            raise TimeoutError("the engine does not flush its cache")
+        time.sleep(0.1)
 
 
 if __name__ == "__mp_main__":  # SGLang's own processes, which import this file again

@@ -1,34 +1,23 @@
-"""SGLang on kvd: the storage backend over host pools of all page layouts, and the real engine where it is installed.
+"""SGLang on kvd without SGLang: the storage backend over host pools of all page layouts.
 
-Rows A8, A9, B1, C2, E2, E4 of the field's list. The first part plays SGLang's host pool with torch tensors laid out as
-SGLang lays them out, and compares byte for byte; it needs no SGLang. The second part runs the engine, in processes of
-its own (`make test-engines-sglang`): it is skipped, saying so, where `build/venv-sglang` is missing.
+Rows A8, A9, B1, C2, E2, E4 of the field's list. SGLang's host pools are played by torch tensors laid out as SGLang lays
+them out, and compared byte for byte. The real classes and the real engine are in test_sglang_engine.py.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import signal
-import subprocess
 import sys
 import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
-
-import kvd
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-PYTHON = ROOT / "build" / "venv-sglang" / "bin" / "python"
-STUBS = ROOT.parent / "shared" / "engines" / "sglstub"
 LAYERS, HEADS, DIM, PAGE, PAGES = 3, 4, 8, 16, 12
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
@@ -300,91 +289,3 @@ def test_nothing_raises_whatever_is_wrong(make: Any, daemon: Any, backend: Any) 
         [None],
         False,
     )
-
-
-# -- the real engine ----------------------------------------------------------------------------------------
-
-engine_only = pytest.mark.skipif(
-    not (os.environ.get("KVD_TEST_ENGINES") and PYTHON.exists() and STUBS.exists()),
-    reason="the real engine runs with make test-engines-sglang, and needs ../shared/engines/sglstub for its kernels",
-)
-
-
-@engine_only
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_pages_of_sglangs_own_host_pools_meet_in_every_layout(daemon: Any, tmp_path: Path) -> None:
-    """Keys and values, latents, states, in SGLang's own classes. Fails wherever `sglang_real_pools.py` says."""
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    env = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": path_of_engines()}
-    command = [str(PYTHON), str(HERE / "sglang_real_pools.py"), daemon().socket, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240, check=False)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    compared = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
-    print("seed", compared.pop("seed"))
-    assert compared == {"keys and values": 16, "different widths": 4, "latents": 9, "packed latents": 9}
-
-
-def path_of_engines() -> str:
-    """PYTHONPATH of SGLang's processes: kernels' stand-ins, what the tests add, and what this process was given."""
-    return os.pathsep.join(filter(None, (str(STUBS), str(HERE), os.environ.get("PYTHONPATH"))))
-
-
-def checkpoint(folder: Path) -> Path:
-    """A tiny random Llama on disk."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(11)
-    config = transformers.LlamaConfig(
-        hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=128,
-        vocab_size=512, max_position_embeddings=4096,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
-
-
-def engine(model: Path, folder: Path, **job: Any) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Run one engine process; what it generated, and the backend's counters."""
-    counters = folder / "counters.json"
-    counters.unlink(missing_ok=True)
-    env = {
-        **os.environ, "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "KVD_TEST_COUNTERS": str(counters),
-        "PYTHONPATH": path_of_engines(),
-    }  # fmt: skip
-    command = [str(PYTHON), str(HERE / "sglang_cpu.py"), str(model), json.dumps(job)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=env, timeout=280, start_new_session=True, check=False
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    told = json.loads(lines[-1].removeprefix("RESULT "))
-    return told, json.loads(counters.read_text()) if counters.exists() else {}
-
-
-@engine_only
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_second_engine_hits_what_the_first_one_stored(daemon: Any, tmp_path: Path) -> None:
-    """Fails if spoiled bytes give the same tokens: then nothing of kvd's was used."""
-    running = daemon(pool={"size": "128MiB"})
-    model = checkpoint(tmp_path / "model")
-    prompt = [(7 * i + 3) % 500 + 3 for i in range(1000)]
-    job = {"socket": running.socket, "prompts": [prompt]}
-    (plain,), _ = engine(model, tmp_path, **job, plain=True, layout="")
-    (first,), stored = engine(model, tmp_path, **job, layout="page_first_direct", wait_saved=15)
-    assert first["tokens"] == plain["tokens"]
-    assert (first["cached"], stored["saved_pages"]) == (0, 15)
-    for layout in ("page_first_direct", "layer_first"):
-        (second,), counted = engine(model, tmp_path, **job, layout=layout)
-        assert second["tokens"] == plain["tokens"]
-        assert (second["cached"], counted["loaded_pages"]) == (15 * 64, 15)
-    with kvd.connect(running.socket) as store:
-        for row in running.call("ls", limit=1000)["families"]:
-            lease = store.fetch(bytes.fromhex(row["key"]))
-            assert lease is not None
-            array = numpy.frombuffer(lease.view, dtype=numpy.uint8)
-            ctypes.memset(array.ctypes.data, 0, array.nbytes)  # this process maps the pool writable
-            del array
-    (wrong,), _ = engine(model, tmp_path, **job, layout="layer_first")
-    assert wrong["cached"] == 15 * 64
-    assert wrong["tokens"] != plain["tokens"]
