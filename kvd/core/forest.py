@@ -18,7 +18,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
-from itertools import compress, pairwise
+from itertools import compress, islice, pairwise, takewhile
 
 from kvd.core.columns import Numbers, grow
 from kvd.core.events import NONE
@@ -28,6 +28,10 @@ from kvd.errors import InvariantError
 
 run_families_max = 1 << 14  # a run that grows by publications: to split or to cut one takes a bounded time
 touch_work_max = 8192  # runs that one look at the touches of a client moves
+path_runs_max = (
+    1024  # a path of more runs is not moved as a whole: what that costs grows with every turn of a chat
+)
+held_work_max = 8192  # runs that are moved because those at their ends are held
 
 
 class Forest:
@@ -85,6 +89,11 @@ class Forest:
             yield run
             run = parent[run]
 
+    def short_path(self, run: int) -> list[int] | None:
+        """The path of the run, if it has at most `path_runs_max` runs."""
+        path = list(islice(self.path(run), path_runs_max + 1))
+        return path if len(path) <= path_runs_max else None
+
     def _tail(self, run: int) -> int:
         return NONE if run == NONE else self.members[run][-1]
 
@@ -138,8 +147,8 @@ class Forest:
         """Put new families behind the entry `behind` (NONE: a root); returns their run.
 
         They extend the run they lie behind if the same request wrote all of it, nobody else asked for it yet
-        and it is not pinned; otherwise they are a new run. The path to the root becomes the warmest either
-        way.
+        and it is not pinned; otherwise they are a new run. The path to the root becomes the warmest; if
+        it has more than `path_runs_max` runs, it stays, and a new run ranks just below the one it lies behind.
         """
         parent = NONE
         row = self.class_set_row(class_set)
@@ -158,6 +167,8 @@ class Forest:
                 run = parent
         if run == NONE:
             run = self._new_run(parent, entries, namespace, size_bytes, request, row, now_ns)
+            if self.short_path(run) is None:
+                self.policy.put_below(run, parent)
         else:
             self.members[run].extend(entries)
             self.run_bytes[run] += size_bytes
@@ -212,8 +223,9 @@ class Forest:
         known = members[at - 1] if at else self._tail(self.parent[run])
         if known == before:
             return NONE
-        if any(one == run for one in self.path(self.run_of[before])):
-            return NONE  # a client that names keys in a circle gets no circle
+        path = self.short_path(self.run_of[before])
+        if path is None or run in path:
+            return NONE  # a client that names keys in a circle gets no circle; behind a long path it stays a root
         self.linked.append((entry, before))
         if at:
             self.split(run, at)
@@ -232,12 +244,30 @@ class Forest:
         return left
 
     def refresh(self, run: int, now_ns: int) -> None:
-        """The run and all before it become the warmest of their lists, the root last."""
-        refreshed, parent, touched_ns = self.policy.refreshed, self.parent, self.touched_ns
-        while run != NONE:
-            touched_ns[run] = now_ns
-            refreshed(run)
-            run = parent[run]
+        """The run and all before it become the warmest of their lists, the root last; a long path stays."""
+        path = self.short_path(run)
+        if path is None:
+            return
+        refreshed, touched_ns = self.policy.refreshed, self.touched_ns
+        for one in path:
+            touched_ns[one] = now_ns
+            refreshed(one)
+
+    def keep(self, runs: list[int]) -> None:
+        """These runs are held: they and what they lie behind become the warmest, as far as `held_work_max` goes."""
+        work = held_work_max
+        seen: set[int] = set()
+        paths: list[list[int]] = []
+        for run in runs:
+            path = list(takewhile(lambda one: one not in seen, islice(self.path(run), work + 1)))
+            if len(path) > work:
+                continue
+            work -= len(path)
+            seen.update(path)
+            paths.append(path)
+        for path in reversed(paths):  # what two share is in the earlier one, and moves after both
+            for one in path:
+                self.policy.refreshed(one)
 
     def touch(self, touches: list[tuple[int, int]], now_ns: int) -> int:
         """Requests asked for the chains that end at these entries: (entry, request), the latest last.

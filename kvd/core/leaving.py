@@ -110,8 +110,6 @@ class Leaving:
         for lost_key8, key8, entry in forest.orphaned:
             books.orphans.add_family(lost_key8, key8, entry)
         forest.orphaned.clear()
-        for run in left.held_runs:
-            for one in forest.path(run):
-                forest.policy.refreshed(one)
+        forest.keep(left.held_runs)
         left.held_families = len(held)
         books.counters["held_reverts"] += len(held)

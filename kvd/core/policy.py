@@ -40,6 +40,9 @@ class Policy(Protocol):
     def added(self, run: int, size_bytes: int) -> None:
         """A new run, the warmest of those that nobody asked for yet."""
 
+    def put_below(self, run: int, parent: int) -> None:
+        """A new run ranks just below the one it lies behind, if they are in one list."""
+
     def restored(self, runs_count: int, size_bytes: int) -> None:
         """The first runs, so many, all as warm as each other but for their order: who comes later is colder."""
 
@@ -92,6 +95,11 @@ class Lru:
         self.list_of[run] = PROBATION
         self.list_bytes[PROBATION] += size_bytes
         self._insert(run, self.colder[PROBATION])
+
+    def put_below(self, run: int, parent: int) -> None:
+        if self.list_of[run] == self.list_of[parent]:
+            self._unlink(run)
+            self._insert(run, self.colder[parent])
 
     def restored(self, runs_count: int, size_bytes: int) -> None:
         first, end = lists_count, lists_count + runs_count

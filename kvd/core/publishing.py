@@ -372,13 +372,11 @@ class Publishing:
         """Put a family behind its prefix; who holds what it lay behind until now by it alone claims that itself."""
         books = self._books
         forest = books.forest
-        left = forest.link(before, entry)
-        if left == NONE:
+        if forest.link(before, entry) == NONE:
             return
-        no_longer_behind = set(forest.path(left)).difference(forest.path(forest.run_of[entry]))
         for reservation in books.reservations.live.values():
             known = (*reservation.entries, reservation.parent_entry)
-            runs = {forest.run_of[one] for one in known if one != NONE} & no_longer_behind
+            runs = {forest.run_of[one] for one in known if one != NONE and forest.is_used(one)}
             for run in runs.difference(reservation.claimed):
                 forest.claim(run)
                 reservation.claimed.append(run)

@@ -95,6 +95,9 @@ void Adopter::describe_families() {
   }
 }
 
+// As in kvd/core/forest.py: a run that is split or cut costs a bounded time.
+constexpr u32 run_families_max = 1 << 14;
+
 void Adopter::gather_runs() {
   describe_families();
   const u32 end = out_.entries_end;
@@ -130,7 +133,7 @@ void Adopter::gather_runs() {
       out_.run_of[at] = number;
       run.bytes += out_.bytes_of[at];
       ++run.count;
-      if (first_child[at + 1] - first_child[at] != 1) break;
+      if (first_child[at + 1] - first_child[at] != 1 || run.count >= run_families_max) break;
       const u32 child = children[first_child[at]];
       if (shape_[child] != run.shape || pins(child) != run.flags) break;
       at = child;

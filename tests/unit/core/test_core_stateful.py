@@ -14,6 +14,7 @@ from core_machine import CoreMachine, LruMachine
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from kvd.core import forest
 from kvd.core.administration import Administration
 from kvd.core.columns import u32
 from kvd.core.events import NONE
@@ -46,6 +47,13 @@ hunt = settings(
 @pytest.mark.parametrize("machine", [CoreMachine, LruMachine])
 def test_core_agrees_with_a_plain_model(machine: type[CoreMachine]) -> None:
     run_state_machine_as_test(machine, settings=thorough)
+
+
+@pytest.mark.slow
+def test_core_agrees_with_a_plain_model_where_every_path_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forest, "path_runs_max", 2)
+    monkeypatch.setattr(forest, "held_work_max", 3)
+    run_state_machine_as_test(CoreMachine, settings=thorough)
 
 
 Patch = Callable[[pytest.MonkeyPatch], None]
