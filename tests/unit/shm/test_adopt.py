@@ -291,6 +291,24 @@ def test_runs_follow_parents(big: World, after: Any, keys: bytes) -> None:
     assert sum(numbers64(adopted["run_bytes"])) == 8 * OBJECT_BYTES
 
 
+def test_a_long_chain_becomes_runs_of_a_bounded_length(make_world: Callable[..., World]) -> None:
+    """Fails if a restored run may be longer than one that grew: to split it would stop the daemon for long."""
+    count, most = (1 << 14) + 100, 1 << 14
+    world = make_world(families=-(-count * OBJECT_BYTES // FRAME) * FRAME // OBJECT_BYTES, hazards=64)
+    world.reserve(list(range(count)))
+    keys = b"".join(number.to_bytes(32, "little") for number in range(1, count + 1))
+    numbered = array("I", range(count)).tobytes()
+    parents = array("I", [NONE, *range(count - 1)]).tobytes()
+    world.table.publish(
+        0, keys, bytes(count), 0, 1, numbered, array("Q", range(count)).tobytes(), numbered, 1, parents
+    )
+    one = Next(world)
+    adopted = one.adopt()
+    assert (numbers(adopted["run_sizes"]), numbers(adopted["run_parents"])) == ([most, 100], [NONE, 0])
+    assert numbers(adopted["members"]) == list(range(count))
+    one.close()
+
+
 def test_a_batch_chains_its_families(big: World, keys: bytes) -> None:
     """`parents` may say: behind the family of the item before. A family that was there already is one, too."""
     big.put(key(keys, 1), 1)
