@@ -297,3 +297,48 @@ def held_full(running: Any, one: Engine, prompts: list[list[int]], plain: list[l
                 break
         assert one.counters()["saves_full"], one.counters()
         assert held
+
+
+TEXTS = (
+    "In a quiet valley there was a library with more rooms than anybody had counted. ",
+    "The storage of what was computed once is worth more, the longer it took to compute. ",
+)
+
+
+@pytest.mark.skipif(
+    not VLLM_PYTHON.exists(), reason="vLLM has an environment of its own: make test-engines-vllm"
+)
+@pytest.mark.skipif(not SMOLLM.exists(), reason="make demo makes the trained model's checkpoint")
+def test_vllm_and_sglang_give_the_same_tokens_from_what_each_loaded(daemon: Any, engine: Any) -> None:
+    """A trained model, prompts of text, greedily, both engines on one daemon at once: their pages never meet, for they
+    are named by other hashes. Fails if an engine loads what is not its own, or its layout is described wrongly.
+    """
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SMOLLM)
+    prompts = [tokenizer(text * 60)["input_ids"][:900] for text in TEXTS]
+    running = daemon(pool={"size": "512MiB"})
+    command = [
+        str(VLLM_PYTHON),
+        str(HERE / "sglang_vllm_peer.py"),
+        str(SMOLLM),
+        running.socket,
+        json.dumps(prompts),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=400, check=False, start_new_session=True
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    vllm = json.loads(lines[-1].removeprefix("RESULT "))
+    assert [one["tokens"] for one in vllm["loaded"]] == [one["tokens"] for one in vllm["cold"]]
+    assert (vllm["hit_tokens"], vllm["failures"]) == (2 * 896, 0)
+
+    sglang = engine(SMOLLM, socket=running.socket, layout="page_first_direct")
+    cold = [sglang.ask(ids, flush=False, tokens=24) for ids in prompts]
+    assert [cached for _, cached in cold] == [0, 0], "vLLM's blocks are not SGLang's pages"
+    sglang.saved(2 * (900 // 64))
+    loaded = [sglang.ask(ids, tokens=24) for ids in prompts]
+    assert [cached for _, cached in loaded] == [896, 896]
+    assert sglang.counters()["loaded_pages"] == 2 * 14
+    assert [tokens for tokens, _ in cold] == [one["tokens"] for one in vllm["cold"]]
+    assert [tokens for tokens, _ in loaded] == [one["tokens"] for one in vllm["loaded"]]
