@@ -23,7 +23,7 @@ from faults_world import BACK_WITHIN_S, STUCK_S, injected, space, until
 from stress_workers import COUNTS
 
 HERE = Path(__file__).resolve().parent
-SECONDS_CI = 30.0
+SECONDS_CI = 60.0
 READERS, WRITERS = 3, 2
 GRACE_S = 60.0  # of building up and looking after, beyond the stress itself
 
