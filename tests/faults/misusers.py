@@ -3,6 +3,7 @@
 flood    asks without pause, and takes the answers
 deaf     asks without pause, and takes no answer
 hoard    leases everything there is, once, and keeps it
+look     looks at the whole index over many connections, as often as it can
 reserve  reserves everything there is, and publishes nothing
 """
 
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
+import socket
 import sys
 from array import array
 from collections.abc import Callable
@@ -22,6 +25,11 @@ from faults_world import CHUNK_TOKENS, SIZE, chain_of, namespace
 import kvd
 from kvd.errors import CapacityError
 from kvd.shm.messages import Sq
+from kvd.wire import frames
+from kvd.wire import messages as wire
+
+CONNECTIONS = 48
+ASKS_WAITING = 8
 
 
 def on() -> None:
@@ -76,6 +84,32 @@ def hoard(store: kvd.Store) -> None:
     forever()
 
 
+def look(store: kvd.Store) -> None:
+    """Listings that find nothing, keys that are not there, statuses: each connection asks again at each answer."""
+    ready = selectors.DefaultSelector()
+    calls = (
+        wire.Call("ls", {"namespace": 4000, "limit": 1000}),
+        wire.Call("inspect", {"key": "00000000"}),
+        wire.Call("ls", {"limit": 1000}),
+        wire.Call("status", {}),
+    )
+    for number in range(CONNECTIONS):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect(store.socket)
+        sock.sendall(frames.encode(wire.Hello((1, 1), "0.1.0", 1, "look", "admin").to_map(1)))
+        for ask in range(ASKS_WAITING):
+            sock.sendall(frames.encode(calls[ask % len(calls)].to_map(ask + 2)))
+        ready.register(sock, selectors.EVENT_READ, (frames.Decoder(), calls[number % len(calls)]))
+    on()
+    while True:
+        for key, _ in ready.select():
+            decoder, call = key.data
+            for answer in decoder.feed(key.fileobj.recv(1 << 20)):
+                if answer["t"] == "error" and "PARAMS" in answer["error"]["code"]:
+                    os._exit(1)
+                key.fileobj.sendall(frames.encode(call.to_map(2)))
+
+
 def reserve(store: kvd.Store) -> None:
     ns = namespace(store)
     kept = []
@@ -90,7 +124,7 @@ def reserve(store: kvd.Store) -> None:
 
 
 WAYS: dict[str, Callable[[kvd.Store], None]] = {
-    "deaf": deaf, "flood": flood, "hoard": hoard, "reserve": reserve,
+    "deaf": deaf, "flood": flood, "hoard": hoard, "look": look, "reserve": reserve,
 }  # fmt: skip
 
 if __name__ == "__main__":

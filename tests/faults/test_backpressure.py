@@ -128,20 +128,34 @@ def test_a_hundred_thousand_leases_that_are_never_released(daemon: Any, capsys: 
         named = until(lambda: _row(running, row["pid"])["blocks_reclaim_s"] is not None, "named as blocker")
         assert named
 
-    def prepare() -> None:
-        with kvd.connect(running.socket, client="filler") as store:
-            ns = namespace(store)
-            for number in range(LEASES // 1000):
-                chain = ns.chain(array("I", [number, *range(1000 * CHUNK_TOKENS - 1)]), CHUNK_TOKENS)
-                with ns.reserve(chain, nbytes=64) as writes:
-                    writes.fill([identity * 2 for identity in chain])
-                    writes.publish()
-
     # Reading is never refused, and what is not leased still leaves: the others go on in what is left of the pool.
-    compare(running, "hoard", capsys, look, prepare=prepare, bound_s=0.25)
+    compare(running, "hoard", capsys, look, prepare=lambda: fill(running), bound_s=0.25)
     until(lambda: not any(row["leases"] for row in running.call("clients")), "leases of the dead")
     until(lambda: "client_over_lease_limit" in running.log_text(), "the log line of the hoarder")
     assert running.call("clear")["kept"] == {}
+
+
+def fill(running: Any) -> None:
+    """As many tiny chunks as the hoarder takes."""
+    with kvd.connect(running.socket, client="filler") as store:
+        ns = namespace(store)
+        for number in range(LEASES // 1000):
+            chain = ns.chain(array("I", [number, *range(1000 * CHUNK_TOKENS - 1)]), CHUNK_TOKENS)
+            with ns.reserve(chain, nbytes=64) as writes:
+                writes.fill([identity * 2 for identity in chain])
+                writes.publish()
+
+
+def test_those_who_look_at_everything_all_the_time_cost_the_others_little(daemon: Any, capsys: Any) -> None:
+    """Without turns each of hundreds of listings and searches is a stall of its own: see p99 of the writes."""
+    running = daemon(pool={"size": "96MiB", "families_max": 120_000})
+    fill(running)
+
+    def look(row: Any) -> None:
+        assert row["name"] == "misuser-look"
+        assert running.call("status")["counters"]["control_connections"] > 48
+
+    compare(running, "look", capsys, look, bound_s=0.02)
 
 
 def _row(running: Any, pid: int) -> Any:
@@ -165,5 +179,5 @@ def test_reservations_that_are_never_published_leave_room_for_others(daemon: Any
 def test_the_misusers_do_what_they_say() -> None:
     """A misuser that stopped misusing would make these tests pass for nothing."""
     done = subprocess.run([sys.executable, str(HERE / "misusers.py"), "list"], capture_output=True, text=True)
-    assert json.loads(done.stdout) == ["deaf", "flood", "hoard", "reserve"]
+    assert json.loads(done.stdout) == ["deaf", "flood", "hoard", "look", "reserve"]
     assert os.path.exists(HERE / "misusers.py")

@@ -379,6 +379,43 @@ def test_other_users_need_permission(daemon):
     assert '"audit": true' in admin.log_text()
 
 
+def test_one_user_has_so_many_connections_and_no_more(daemon):
+    """Fails if connections are not counted by user, or a closed one is not given back."""
+    one = daemon(access={"connections_per_uid": 5})
+    kept = [one.admin() for _ in range(5)]
+    with pytest.raises(CapacityError, match=r"access\.connections_per_uid") as caught:
+        one.admin()
+    assert caught.value.code == "KVD-CAPACITY-CONNECTIONS"
+    assert caught.value.fields == {"uid": os.getuid(), "connections_max": 5}
+    kept.pop().close()
+
+    def again():
+        with contextlib.suppress(CapacityError):
+            kept.append(one.admin())
+        return len(kept) == 5
+
+    until(again, "the place of a connection that was closed")
+    for control in kept:
+        control.close()
+
+
+def test_names_of_clients_are_shown_and_forgotten(daemon):
+    """Through the socket: escapes are replaced, and who left leaves room for other namespaces (bound: 1,024 of one)."""
+    one = daemon()
+    evil = "\x1b]0;owned\x07"
+    for round_ in range(3):
+        with kvd.connect(one.socket) as store:
+            for number in range(400):
+                fields = {**MANIFEST, "tenant": f"{evil}{round_} {number}", "extra": {"pad": "y" * 500}}
+                store.present_session.number(kvd.Manifest(**fields))
+    status = one.call("status")
+    assert status["namespaces_count"] <= 1024
+    assert len(status["namespaces"]) == 100
+    assert status["counters"]["namespaces_forgotten"] > 100
+    page = one.call("namespaces", start=1, limit=1000)
+    assert {row["tenant"][:11] for row in page["namespaces"]} == {"?]0;owned?0", "?]0;owned?1", "?]0;owned?2"}
+
+
 @pytest.mark.parametrize(
     ("method", "params", "said"),
     [
