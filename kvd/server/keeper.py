@@ -44,7 +44,15 @@ class Keeper:
             connection, _ = self._listener.accept()
             with connection:
                 if _trusted(connection) and self._serve(connection):
+                    self._end()  # before the connection does: who said end finds nobody here afterwards
                     return
+
+    def _end(self) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(self._listener.getsockname())
+        self._listener.close()
+        for name in list(self._kept):
+            self._close(name)
 
     def _serve(self, connection: socket.socket) -> bool:
         """One daemon, until it is gone. True: it said end."""
@@ -113,10 +121,7 @@ def main(listener_fd: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with socket.socket(fileno=listener_fd) as listener:
-        path = listener.getsockname()
         Keeper(listener).run()
-    with contextlib.suppress(OSError):
-        os.unlink(path)
 
 
 if __name__ == "__main__":
