@@ -117,6 +117,38 @@ def _power_of_two(value: int) -> int:
     return value
 
 
+def parse_listen(text: str) -> tuple[str, int]:
+    """(host, port) of "127.0.0.1:9464" or "[::1]:9464"; port 0 takes any. Raises ValueError saying what is allowed."""
+    host, colon, port = text.rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    decimal = port.isascii() and port.isdigit() and len(port) <= 5
+    is_host = bool(bare) and not any(char.isspace() for char in bare) and (":" not in host or bare != host)
+    if not (colon and is_host and decimal and int(port) <= 65535):
+        raise ValueError("write host:port with a port of 0 … 65535, such as 127.0.0.1:9464 or [::1]:9464")
+    return bare, int(port)
+
+
+def _none_or_listen(value: str) -> str:
+    if value:
+        parse_listen(value)
+    return value
+
+
+def _absolute(value: str) -> str:
+    """The daemon, its clients and kvctl run in different directories."""
+    if not value.startswith("/"):
+        raise ValueError("write an absolute path, such as /run/kvd/kvd.sock: it is not relative to anything")
+    if "\0" in value:
+        raise ValueError("a path has no NUL in it")
+    return value
+
+
+def _socket_path(value: str) -> str:
+    if len(value.encode(errors="surrogateescape")) > limits.socket_path_bytes_max:
+        raise ValueError(f"the kernel allows {limits.socket_path_bytes_max} bytes for the path of a socket")
+    return _absolute(value)
+
+
 Auto = Literal["auto"]
 ShareOrSize = Annotated[Amount, BeforeValidator(parse_amount)]
 RingSize = Annotated[
@@ -142,17 +174,17 @@ class _Section(BaseModel):
 class ServerConfig(_Section):
     """The process: where it listens, what it logs, how it stops."""
 
-    socket: Annotated[str, Field(min_length=1, max_length=107)] = "/run/kvd/kvd.sock"
+    socket: Annotated[str, AfterValidator(_socket_path)] = "/run/kvd/kvd.sock"
     """unix socket for clients and kvctl (KVD_SOCKET sets it too, as it does for clients)"""
     socket_mode: Annotated[str, Field(pattern=r"^0?[0-7]{3}$")] = "0660"
     """permissions of the socket file, octal; ignored when systemd passes the socket"""
-    runtime_dir: Annotated[str, Field(min_length=1)] = "/run/kvd"
+    runtime_dir: Annotated[str, AfterValidator(_absolute)] = "/run/kvd"
     """directory for the owner file of named memory and the keeper's socket"""
     log_format: Literal["auto", "console", "json"] = "auto"
     """console for people, json for collectors; auto: console on a terminal"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """least level that is logged"""
-    metrics_listen: Annotated[str, Field(max_length=255)] = ""
+    metrics_listen: Annotated[str, Field(max_length=255), AfterValidator(_none_or_listen)] = ""
     """host:port of the Prometheus endpoint, such as 127.0.0.1:9464; empty: off"""
     stop_timeout_s: Annotated[float, Field(gt=0, le=600)] = 10.0
     """longest time between SIGTERM and exit, whatever clients do"""
@@ -412,10 +444,32 @@ class Sizes:
     reserved_bytes_max: int
     memory_bytes: int  # what shares are of: the machine or its cgroup
     memory_source: str
+    index_bytes: int  # of META, when it is full
+    cut_bytes: int = 0  # of a size that was given in bytes and is not whole frames
+
+    @property
+    def notes(self) -> list[str]:
+        """What an operator may not expect of these sizes, for the log and for config check."""
+        if not self.cut_bytes:
+            return []
+        return [
+            f"pool.size is {format_size(self.pool_bytes)}, {self.cut_bytes} B less than was asked for: a pool is whole "
+            f"frames of {format_size(limits.frame_bytes)}"
+        ]
+
+
+def index_bytes(families_max: int, records_max: int, segments_count: int, clients_max: int) -> int:
+    """Bytes of META for these sizes, as the native code lays it out: the most that it comes to take."""
+    buckets_count = max(2, 1 << (-(-families_max // 4) - 1).bit_length())
+    parts = (
+        4096, segments_count * 32, clients_max * 64, buckets_count * 64, families_max * 64, records_max * 48,
+    )  # fmt: skip
+    before_cold = sum(-(-part // 64) * 64 for part in parts)
+    return -(-(before_cold + families_max * 16) // 4096) * 4096
 
 
 def resolve(config: Config, memory_bytes: int, memory_source: str) -> Sizes:
-    """Sizes on a machine (or in a cgroup) with `memory_bytes`. Raises ConfigError if the pool cannot fit."""
+    """Sizes on a machine (or in a cgroup) with `memory_bytes`. Raises ConfigError if pool and index cannot fit."""
     pool = config.pool
     where = config.origin.keys.get("pool.size", "default")
     wanted_bytes = pool.size.of(memory_bytes)
@@ -436,16 +490,30 @@ def resolve(config: Config, memory_bytes: int, memory_source: str) -> Sizes:
     full, rest = divmod(pool_bytes, segment_bytes)
     families_max = pool_bytes // (64 * KIB) if pool.families_max == "auto" else pool.families_max
     families_max = max(64, min(families_max, limits.families_max))
+    segments_bytes = (segment_bytes,) * full + ((rest,) if rest else ())
+    records_max = 2 * families_max if pool.records_max == "auto" else pool.records_max
+    meta_bytes = index_bytes(families_max, records_max, len(segments_bytes), config.clients.max)
+    if pool_bytes + meta_bytes > memory_bytes:
+        raise ConfigError(
+            f"{where}: a pool of {pool_bytes} B ({format_size(pool_bytes)}) needs an index of {meta_bytes} B "
+            f"({format_size(meta_bytes)}) beside it, together more than the {memory_bytes} B "
+            f"({format_size(memory_bytes)}) that {memory_source} has; make pool.size smaller, or pool.families_max "
+            f"({families_max}) and pool.records_max ({records_max})",
+            code="pool-size", key="pool.size", value=str(pool.size), source=where, size_bytes=pool_bytes,
+            index_bytes=meta_bytes, memory_bytes=memory_bytes, memory_source=memory_source,
+        )  # fmt: skip
     leased = config.clients.leased_max
     return Sizes(
         pool_bytes=pool_bytes,
-        segments_bytes=(segment_bytes,) * full + ((rest,) if rest else ()),
+        segments_bytes=segments_bytes,
         families_max=families_max,
-        records_max=2 * families_max if pool.records_max == "auto" else pool.records_max,
+        records_max=records_max,
         leased_bytes_max=None if isinstance(leased, str) else leased.of(pool_bytes),
         reserved_bytes_max=max(1, config.clients.reserved_max.of(pool_bytes)),
         memory_bytes=memory_bytes,
         memory_source=memory_source,
+        index_bytes=meta_bytes,
+        cut_bytes=wanted_bytes - pool_bytes if pool.size.share is None else 0,
     )
 
 

@@ -36,6 +36,7 @@ batch_items_max = 4096  # families × members of one ring message
 touch_ring_records = 4096
 
 # Control protocol
+socket_path_bytes_max = 107  # the kernel's
 frame_bytes_max = 4 * MIB
 fds_per_message_max = 200  # the kernel allows 253
 handshake_timeout_ns = 5_000_000_000

@@ -56,7 +56,7 @@ class Administration:
             books.counters["pin_refusals"] += 1
             refusal = CapacityError(
                 f"pinned data would be {over_bytes} B over its limit of {books.hard_bytes_max} B:"
-                " unpin something, pin softly, or raise hard_pin_share",
+                " unpin something, pin softly, or raise eviction.pinned_share",
                 code="pins", retry=Retry.NEVER, pinned_bytes=pins.hard_bytes,
                 pinned_bytes_max=books.hard_bytes_max,
             )  # fmt: skip

@@ -50,6 +50,8 @@ def check(
                 "segments_bytes": list(sizes.segments_bytes),
                 "families_max": sizes.families_max,
                 "records_max": sizes.records_max,
+                "index_bytes": sizes.index_bytes,
+                "notes": sizes.notes,
                 "leased_bytes_max": sizes.leased_bytes_max,
                 "memory_bytes": sizes.memory_bytes,
                 "memory_source": sizes.memory_source,
@@ -75,8 +77,11 @@ def check(
     out.print(
         f"\n{path or 'no file: defaults and environment'}: valid. Pool of {output.size(sizes.pool_bytes)} in "
         f"{output.count(len(sizes.segments_bytes), 'segment')}, {sizes.families_max:,} families, {sizes.records_max:,} "
-        f"objects; {sizes.memory_source} has {output.size(sizes.memory_bytes)}"
+        f"objects, an index of up to {output.size(sizes.index_bytes)}; {sizes.memory_source} has "
+        f"{output.size(sizes.memory_bytes)}"
     )
+    for note in sizes.notes:
+        out.print(output.styled(f"note: {note}", "warn"))
     if not wide:
         out.print(f"A terminal of {output.WIDE_COLUMNS} columns shows what each option means.")
 

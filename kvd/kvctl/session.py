@@ -60,8 +60,21 @@ class Asking:
         self.close = admin.close
 
     def call(self, method: str, **params: Any) -> Any:
-        """Ask the daemon; raises what it answers as an error."""
+        """Ask the daemon; raises what it answers as an error, UsageError(text) for bytes that are no text."""
+        for name, value in params.items():
+            if isinstance(value, str) and not _is_text(value):
+                raise UsageError(
+                    f"{name} = {value!r} is not UTF-8 text; give it as UTF-8", code="text", param=name
+                )
         return shown(self._admin.call(method, **params))
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # what the shell gave was not UTF-8
+        return False
+    return True
 
 
 def shown(value: Any) -> Any:

@@ -88,6 +88,8 @@ class App:
         """Start, serve until told to stop, stop. Returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             self._loop.add_signal_handler(number, self.stop, signal.Signals(number).name)
+        for note in self.sizes.notes:
+            _log.warning("configuration", note=note)
         listener, own_path = self._listen()
         names = named.NamedMemory(self.config)
         try:

@@ -119,9 +119,12 @@ def check(config: ConfigOption = None) -> None:
         print(f"{key:{widths[0]}}  {value:{widths[1]}}  {source:{widths[2]}}  {meaning}")
     print(
         f"\npool {configuration.format_size(sizes.pool_bytes)} in {len(sizes.segments_bytes)} segments, "
-        f"{sizes.families_max} families, {sizes.records_max} records; {sizes.memory_source} has "
+        f"{sizes.families_max} families, {sizes.records_max} records, index up to "
+        f"{configuration.format_size(sizes.index_bytes)}; {sizes.memory_source} has "
         f"{configuration.format_size(sizes.memory_bytes)}"
     )
+    for note in sizes.notes:
+        print(f"note: {note}")
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from kvd.config import parse_listen
 from kvd.errors import ConfigError
 
 REQUEST_BYTES_MAX: Final = 8192
@@ -50,18 +51,6 @@ def _quoted(text: str) -> str:
     return _escaped(text).replace('"', '\\"')
 
 
-def parse_listen(text: str) -> tuple[str, int]:
-    """(host, port) of "127.0.0.1:9464" or "[::1]:9464". Raises ConfigError(value)."""
-    host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
-        raise ConfigError(
-            f"server.metrics_listen = {text!r} is not allowed: write host:port, such as 127.0.0.1:9464 or [::1]:9464",
-            code="value", key="server.metrics_listen", value=text,
-        )  # fmt: skip
-    return host, int(port)
-
-
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach the address."""
     try:
@@ -76,7 +65,7 @@ class MetricsServer:
     def __init__(
         self, listen: str, render: Callable[[], str], healthy: Callable[[], tuple[bool, str]]
     ) -> None:
-        self._host, self._port = parse_listen(listen)
+        self._host, self._port = parse_listen(listen)  # checked with the configuration
         self._render = render
         self._healthy = healthy
         self._connections = 0

@@ -8,6 +8,7 @@ from kvd import config as c
 from kvd import limits
 from kvd.config import Amount, Config
 from kvd.errors import ConfigError
+from kvd.shm import _native
 
 GIB = limits.GIB
 
@@ -121,7 +122,7 @@ def test_shares_become_whole_frames_in_segments():
 
 
 def test_large_pools_stay_below_the_count_of_segments():
-    assert len(sized(memory=4096 * GIB, size="100%").segments_bytes) <= 128
+    assert len(sized(memory=4096 * GIB, size="99%").segments_bytes) <= 128
     assert sized(size="64MiB").segments_bytes == (64 * limits.MIB,)
     assert sized(size="10MiB", segment_size="4MiB").segments_bytes == (
         4 * limits.MIB,
@@ -134,6 +135,8 @@ def test_large_pools_stay_below_the_count_of_segments():
     ("pool", "said"),
     [
         ({"size": "17GiB"}, ["pool.size", "18253611008", "this machine", "17179869184"]),
+        ({"size": "100%"}, ["pool.size", "index", "17179869184", "make pool.size smaller"]),
+        ({"size": "8GiB", "families_max": 1 << 28}, ["pool.families_max (268435456)", "index"]),
         ({"size": "1MiB"}, ["pool.size", "frame"]),
         ({"size": "8GiB", "segment_size": "3000001"}, ["pool.segment_size", "multiple"]),
         ({"size": "8GiB", "segment_size": "2MiB"}, ["pool.segment_size", "1024"]),
@@ -144,6 +147,34 @@ def test_a_pool_that_cannot_be_is_refused_with_the_numbers(pool, said):
         sized(**pool)
     for part in said:
         assert part in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "sizes", [(64, 64, 1, 1), (1000, 2000, 3, 64), (65_537, 131_074, 128, 1024), (1 << 20, 1 << 21, 7, 5)]
+)
+def test_the_index_is_as_large_as_the_native_code_makes_it(sizes):
+    """Fails if the layout changes and the configuration goes on checking the old one."""
+    assert c.index_bytes(*sizes) == _native.Table.bytes_for(*sizes)
+
+
+def test_a_size_that_is_cut_to_whole_frames_is_told():
+    assert sized(size="4MiB").notes == []
+    assert sized(size="33.3%").notes == [], "a share is about so much"
+    (note,) = sized(size="3MiB").notes
+    assert "pool.size is 2 MiB, 1048576 B less" in note
+
+
+@pytest.mark.parametrize("key", ["KVD_SOCKET", "KVD_SERVER_SOCKET", "KVD_SERVER_RUNTIME_DIR"])
+def test_paths_are_absolute(key):
+    """Relative ones meant another place to the daemon, to its clients and to kvctl."""
+    with pytest.raises(ConfigError, match="absolute path"):
+        Config.load(None, {key: "run/kvd.sock"})
+    assert Config.load(None, {key: "/run/kvd/x"})
+
+
+def test_a_socket_path_counts_in_bytes():
+    with pytest.raises(ConfigError, match="107 bytes"):
+        Config.load(None, {"KVD_SOCKET": "/" + "ä" * 60})
 
 
 def test_the_documentation_has_every_option_as_it_is():

@@ -469,7 +469,13 @@ def test_what_clients_call_themselves_cannot_steer_the_terminal(kvctl: Any, chan
         clients=[{**CLIENT, "name": evil, "blocks_reclaim_s": 5.0}],
         pin=UsageError(f"what is {evil}", code="key"),
     )
-    shown = [kvctl("status"), kvctl("ls"), kvctl("clients"), kvctl("ls", "--json"), kvctl("clients", "--json")]
+    shown = [
+        kvctl("status"),
+        kvctl("ls"),
+        kvctl("clients"),
+        kvctl("ls", "--json"),
+        kvctl("clients", "--json"),
+    ]
     shown.append(kvctl("pin", "ab" * 8, code=2))
     for text in shown:
         assert "owned" in text and "[bold]" in text, "markup is text"

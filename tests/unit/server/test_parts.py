@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from kvd.config import ClientsConfig, Config, PoolConfig, ServerConfig, resolve
+from kvd.config import ClientsConfig, Config, PoolConfig, ServerConfig, parse_listen, resolve
 from kvd.errors import CapacityError, ConfigError, InvariantError, UnavailableError, UsageError
 from kvd.probe import numa
 from kvd.server import app, logs, metrics, named, notify
@@ -83,14 +83,17 @@ def test_exposition_escapes_and_keeps_integers():
     )
 
 
-@pytest.mark.parametrize("text", ["9464", "localhost", ":9464", "h:x", "h:70000"])
-def test_listen_addresses_are_checked(text):
-    with pytest.raises(ConfigError, match=r"server\.metrics_listen"):
-        metrics.parse_listen(text)
+@pytest.mark.parametrize(
+    "text", ["9464", "localhost", ":9464", "h:x", "h:70000", "h:-1", "h:٣", "::1:9464", "[]:9464", "a b:1"]
+)
+def test_listen_addresses_are_checked_with_the_configuration(text):
+    with pytest.raises(ConfigError, match=r"server\.metrics_listen") as caught:
+        Config.load(None, {"KVD_SERVER_METRICS_LISTEN": text})
+    assert "127.0.0.1:9464" in caught.value.message
 
 
 def test_loopback_is_recognised():
-    assert metrics.parse_listen("[::1]:9464") == ("::1", 9464)
+    assert parse_listen("[::1]:9464") == ("::1", 9464)
     assert metrics.is_loopback("::1")
     assert metrics.is_loopback("127.0.0.9")
     assert not metrics.is_loopback("0.0.0.0")
