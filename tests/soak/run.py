@@ -2,8 +2,9 @@
 
 Unique keys without end into a pool that is too small, readers that compare every byte, aborts, clients killed at
 random, the daemon killed and stopped in turns while its pool is full, walks of `kvctl verify` all the time. In the last
-third the daemon lives: then its memory must stay flat. Exit status 1 when something was torn, leaked or ended by
-itself, or when less was done than a run of this length must show.
+third the daemon lives: then its memory must stay flat. After it, a hundred times (in short runs: fewer) TERM and KILL
+in turns with an engine attached (`cycles.py`). Exit status 1 when something was torn, leaked or ended by itself, or
+when less was done than a run of this length must show.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from conftest import Daemon  # noqa: E402
+import cycles  # noqa: E402
+from conftest import SERVE, Daemon  # noqa: E402
 from soak_workers import COUNTS, REATTACH_NS, STALL_NS  # noqa: E402
 
 from kvd.errors import KvdError  # noqa: E402
@@ -49,12 +51,10 @@ DAEMON_LIFE_S = 4.5
 CLIENT_LIFE_S = 0.45
 VERIFY_RATE = 256 << 20
 # What five minutes on two cores must show.
-LARGE_READS_PER_S, READS_PER_S, CLIENT_KILLS_PER_S, DAEMON_KILLS_PER_S = (
-    1e6 / 300,
-    1e7 / 300,
-    500 / 300,
-    20 / 300,
+LARGE_READS_PER_S, READS_PER_S, CLIENT_KILLS_PER_S, DAEMON_KILLS_PER_S, ABORTS_PER_S = (
+    amount / 300 for amount in (1e6, 1e7, 500, 20, 1e4)
 )
+CYCLES, CYCLES_LEAST, CYCLES_PER_S = 100, 4, 100 / 300
 SLOPE_BYTES_PER_MIN_MAX = 1 << 20
 SLOPE_SECONDS_MIN = 60.0  # of a daemon's life before its memory says anything
 TOTALS = ("large", "large_bytes", "small", "small_bytes", "torn", "written", "aborts", "reattached")
@@ -65,7 +65,8 @@ class Seen:
     """What the soak saw that the workers cannot count."""
 
     client_kills: int = 0
-    daemon_ends: int = 0
+    daemon_kills: int = 0
+    daemon_stops: int = 0
     ended: list[int] = field(default_factory=list)  # exit codes of workers that ended by themselves
     full_least: float = 1.0
     warm_families: int = 0  # with which later daemons started
@@ -189,15 +190,16 @@ class Soak:
         return True
 
     def end_daemon(self) -> None:
-        """KILL and TERM in turns, in whatever the daemon is doing, and the next one at once."""
+        """KILL twice, TERM once, in whatever the daemon is doing, and the next one at once."""
         self.check_log()
-        if self.seen.daemon_ends % 2:
+        if self.seen.daemon_kills >= 2 * (self.seen.daemon_stops + 1):
+            self.seen.daemon_stops += 1
             code, wanted = self.daemon.stop(), 0
         else:
+            self.seen.daemon_kills += 1
             code, wanted = self.daemon.kill(), -signal.SIGKILL
         if code != wanted:
             self.seen.leaked.append(f"a daemon ended with {code}:\n{self.daemon.log_text()[-2000:]}")
-        self.seen.daemon_ends += 1
         self.daemon.notify.close()
         self.daemon = self.start_daemon()
         self.nursery.daemon_ready()
@@ -274,9 +276,6 @@ class Soak:
             leftovers.remove(left)
 
 
-SERVE = ["-m", "kvd.server.main", "serve", "--config"]
-
-
 def figures(soak: Soak, total: dict[str, int], stall_s: float, reattach_s: float) -> str:
     """The line that the soak prints."""
     seen = soak.seen
@@ -284,10 +283,12 @@ def figures(soak: Soak, total: dict[str, int], stall_s: float, reattach_s: float
         f"soak {soak.seconds:.0f} s: {total['large'] + total['small']:,} reads verified, every byte of "
         f"{(total['large_bytes'] + total['small_bytes']) / 1e9:.1f} GB ({total['large']:,} of 64 KiB and more), "
         f"{total['torn']} torn; {total['written']:,} objects written, {total['aborts']:,} writes given up; "
-        f"{seen.client_kills} clients and {seen.daemon_ends} daemons ended (pool {seen.full_least:.0%} full or more), "
+        f"{seen.client_kills} clients killed, {seen.daemon_kills} daemons killed and {seen.daemon_stops} stopped "
+        f"(pool {seen.full_least:.0%} full or more), "
         f"{total['reattached']} times attached again, {seen.warm_families:,} families taken over; "
-        f"{seen.walks} walks over {seen.walked_objects:,} objects, "
-        f"{seen.damaged} damaged; {len(seen.leaked)} leaked, {len(seen.ended)} ended by themselves; "
+        f"{seen.walks} walks over {seen.walked_objects:,} objects, {seen.damaged} damaged; "
+        f"{len(seen.leaked)} leaked (slots, leases, reservations, descriptors, threads, files), "
+        f"{'all engines alive' if not seen.ended else f'{len(seen.ended)} engines ended by themselves'}; "
         f"worst stall {stall_s:.2f} s, worst re-attach {reattach_s:.2f} s; daemon memory "
         f"{soak.slope_bytes_per_min() / 1024:+.0f} KiB/min, descriptors {seen.fds[0]} -> {seen.fds[1]}, threads "
         f"{seen.threads[0]} -> {seen.threads[1]}"
@@ -311,7 +312,8 @@ def problems(soak: Soak, total: dict[str, int], reattach_s: float, share: float)
         ("reads of 64 KiB and more", total["large"], LARGE_READS_PER_S),
         ("reads", total["large"] + total["small"], READS_PER_S),
         ("client kills", seen.client_kills, CLIENT_KILLS_PER_S),
-        ("daemon kills", seen.daemon_ends, DAEMON_KILLS_PER_S),
+        ("daemon kills", seen.daemon_kills, DAEMON_KILLS_PER_S),
+        ("writes given up", total["aborts"], ABORTS_PER_S),
     ):
         if done < (least := max(1, int(share * per_s * seconds))):
             yield f"only {done:,} {name}, {least:,} were to be shown"
@@ -335,7 +337,7 @@ def run(
             )
         finally:
             soak.close()
-        if left := set(os.listdir("/dev/shm")) - shm:
+        if left := {name for name in set(os.listdir("/dev/shm")) - shm if name.startswith("kvd")}:
             soak.seen.leaked.append(f"/dev/shm has {left}")
         total = {name: soak.nursery.total(name) for name in TOTALS}
         worst = soak.nursery.counts[:-1].max(axis=0)
@@ -362,7 +364,11 @@ def main() -> int:
     share = arguments.least if arguments.least is not None else 1.0 if arguments.minutes >= 5 else 0.25
     print(f"seed {arguments.seed}", flush=True)
     line, wrong = run(arguments.minutes * 60, arguments.seed, {"restart": {"keep": arguments.keep}}, share)
+    print(line, flush=True)
+    count = min(CYCLES, max(CYCLES_LEAST, int(CYCLES_PER_S * arguments.minutes * 60)))
+    line, more = cycles.run(count)
     print(line)
+    wrong += more
     for problem in wrong:
         print("WRONG:", problem)
     return 1 if wrong else 0
