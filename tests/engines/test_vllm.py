@@ -7,81 +7,21 @@ reason printed, where vLLM cannot be imported: it has a virtual environment of i
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
 import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm_harness import BLOCK, MARKS, PREFIX, check_loaded, scenario
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None,
-        reason="vLLM is not importable here: make test-engines has an environment for it",
-    ),
-]
-
-HERE = Path(__file__).parent
-MODELS = Path(tempfile.gettempdir()) / f"kvd-vllm-models-{os.getuid()}"
-BLOCK = 32
-PREFIX = 2000 // BLOCK * BLOCK  # what a prompt of 2,000 tokens can load
-
-
-def scenario(name: str, *, when: dict[str, Callable[[], object]] | None = None, **given: Any) -> Any:
-    """Run a scenario; `when` says what to do as it asks. Its result; its output if it has none."""
-    given = {"models": str(MODELS), **given}
-    clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONHASHSEED", "KVD_SOCKET")}
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "vllm_scenarios.py"), name, json.dumps(given)], env=clean,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stdin is not None
-    result, output = None, []
-    try:
-        for line in process.stdout:
-            output.append(line)
-            if line.startswith("ASK "):
-                (when or {})[line.split()[1]]()
-                process.stdin.write("done\n")
-                process.stdin.flush()
-            elif line.startswith("RESULT "):
-                result = json.loads(line[len("RESULT ") :])
-        process.wait(60)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    if result is None:
-        pytest.fail(f"{name} gave no result, exit code {process.returncode}:\n{''.join(output[-60:])}")
-    print(json.dumps(result))
-    return result
+pytestmark = MARKS
 
 
 @pytest.fixture
 def running(daemon: Any) -> Any:
     """A daemon with room for every scenario."""
     return daemon(pool={"size": "512MiB"})
-
-
-def check_loaded(result: Any, tokens: int) -> None:
-    """Loaded from kvd, all of it, with the tokens of the cold run; and bytes that are spoiled change them."""
-    assert result["loaded"]["tokens"] == result["cold"]["tokens"]
-    assert result["loaded"]["cached"] == tokens
-    loaded = result["after_loaded"]
-    assert loaded["hit_tokens"] == tokens
-    assert loaded["loaded_bytes"] > 0
-    assert loaded["hook_errors"] == loaded["load_failures"] == 0
-    assert result["spoiled_objects"] > 0
-    assert result["spoiled"]["tokens"] != result["cold"]["tokens"]
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])

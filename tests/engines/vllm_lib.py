@@ -24,9 +24,12 @@ def make_model(into: Path, kind: str, seed: int = 0, **changes: Any) -> Path:
     """A random model of one of these kinds, saved as a checkpoint without tokenizer, unless it is there already.
 
     "llama": full attention. "sliding": every layer slides. "hybrid": sliding and full layers in turn (Gemma 3).
+    "mla": latent attention (DeepSeek V2), which vLLM's CPU backend computes with latents of 512 + 64 only.
     """
     import torch
     from transformers import (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
         Gemma3ForCausalLM,
         Gemma3TextConfig,
         LlamaConfig,
@@ -57,12 +60,46 @@ def make_model(into: Path, kind: str, seed: int = 0, **changes: Any) -> Path:
                 **common, sliding_window=256, layer_types=layers, query_pre_attn_scalar=64
             )
             model = Gemma3ForCausalLM(config)
+        case "mla":
+            for name in ("num_key_value_heads", "head_dim"):
+                del common[name]
+            dense = common["num_hidden_layers"]
+            config = DeepseekV2Config(
+                **common, num_key_value_heads=4, kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64,
+                qk_nope_head_dim=128, v_head_dim=128, first_k_dense_replace=dense, n_routed_experts=8,
+            )  # fmt: skip
+            model = DeepseekV2ForCausalLM(config)
         case _:
             raise ValueError(kind)
     building = path.with_name(path.name + f".{os.getpid()}")
     model.to(torch.float32).save_pretrained(building)
     building.rename(path)
     return path
+
+
+def make_lora(into: Path, model: Path, seed: int) -> Path:
+    """A random LoRA of a "llama" of `make_model`, as PEFT saves one; other seeds are other weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    into.mkdir(parents=True, exist_ok=True)
+    config = json.loads((model / "config.json").read_text())
+    hidden, head = config["hidden_size"], config["head_dim"]
+    widths = {"q_proj": config["num_attention_heads"] * head, "v_proj": config["num_key_value_heads"] * head}
+    random = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, width in widths.items():
+            where = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{where}.lora_A.weight"] = 0.1 * torch.randn(8, hidden, generator=random)
+            tensors[f"{where}.lora_B.weight"] = 0.1 * torch.randn(width, 8, generator=random)
+    save_file(tensors, into / "adapter_model.safetensors")
+    described = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16, "bias": "none",
+        "target_modules": list(widths), "base_model_name_or_path": str(model),
+    }  # fmt: skip
+    (into / "adapter_config.json").write_text(json.dumps(described))
+    return into
 
 
 def settle_environment(*, in_process: bool = True) -> None:
@@ -100,17 +137,19 @@ class Engine:
         }  # fmt: skip
         self.llm = LLM(model, **settings)
 
-    def run(self, prompt: list[int], tokens: int = 8, **request: Any) -> dict[str, Any]:
+    def run(self, prompt: list[int], tokens: int = 8, *, lora: Any = None, **request: Any) -> dict[str, Any]:
         """One prompt, greedily."""
-        return self.run_all([prompt], tokens, **request)[0]
+        return self.run_all([prompt], tokens, lora=lora, **request)[0]
 
-    def run_all(self, prompts: list[list[int]], tokens: int = 8, **request: Any) -> list[dict[str, Any]]:
-        """Several prompts at once."""
+    def run_all(
+        self, prompts: list[list[int]], tokens: int = 8, *, lora: Any = None, **request: Any
+    ) -> list[dict[str, Any]]:
+        """Several prompts at once; `lora` is a LoRARequest."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         inputs = [{"prompt_token_ids": prompt, **request} for prompt in prompts]
-        outputs = self.llm.generate(inputs, sampling, use_tqdm=False)
+        outputs = self.llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
         return [
             {
                 "tokens": list(out.outputs[0].token_ids),
@@ -124,6 +163,14 @@ class Engine:
     def reset(self) -> bool:
         """Drop the engine's own prefix cache."""
         return bool(self.llm.reset_prefix_cache())
+
+    def metrics(self) -> dict[str, int]:
+        """Counters of the connector as the engine's Prometheus page shows them: from wherever its roles run."""
+        return {
+            metric.name.removeprefix("vllm:kvd_"): int(metric.value)
+            for metric in self.llm.get_metrics()
+            if metric.name.startswith("vllm:kvd_")
+        }
 
     # -- in process only ----------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def ask(what: str) -> None:
 def engine_of(given: dict[str, Any], **options: Any) -> Engine:
     """The engine that a scenario's arguments describe."""
     Path(given["models"]).mkdir(parents=True, exist_ok=True)
-    path = make_model(Path(given["models"]), given.get("kind", "llama"), given.get("seed", 0))
+    path = make_model(
+        Path(given["models"]), given.get("kind", "llama"), given.get("seed", 0), **given.get("shape", {})
+    )
     if link := given.get("model_link"):  # the same name, whatever the weights
         Path(link).unlink(missing_ok=True)
         Path(link).symlink_to(path)
@@ -94,6 +97,49 @@ def one_run(given: dict[str, Any]) -> dict[str, Any]:
     if given.get("in_process", True) and given.get("socket"):
         result["counters"] = engine.counters()
         result["short"] = engine.connectors[0].scheduler.identity.manifest.short
+    elif given.get("socket"):
+        engine.run(prompt_of(40, 9), 2)  # a step more, which brings the counters of the one before
+        result["counters"] = engine.metrics()
+    engine.close()
+    return result
+
+
+def loras(given: dict[str, Any]) -> dict[str, Any]:
+    """One prompt with two LoRAs and with none; and another LoRA that took the place of the first on disk."""
+    from vllm.lora.request import LoRARequest
+
+    engine = engine_of(given, enable_lora=True, max_loras=2, max_lora_rank=8)
+    model, folder = Path(engine.llm.model_config.model), Path(given["folder"])
+    loras = {
+        "none": None,
+        "a": LoRARequest("a", 1, str(lib.make_lora(folder / "a", model, 1))),
+        "b": LoRARequest("b", 2, str(lib.make_lora(folder / "b", model, 2))),
+    }
+    prompt, result = prompt_of(1000), {}
+
+    def run(name: str, lora: Any) -> None:
+        engine.reset()
+        before = engine.counters()
+        answer = engine.run(prompt, TOKENS, lora=lora)
+        after = engine.counters()
+        result[name] = {
+            **answer,
+            **{k: after[k] - before[k] for k in ("hit_tokens", "loaded_bytes", "saved_chunks")},
+        }
+
+    scheduler = engine.connectors[0].scheduler
+    for lora in loras.values():
+        until = time.monotonic() + 10
+        while (
+            scheduler._adapter(types.SimpleNamespace(lora_request=lora)) is None and time.monotonic() < until
+        ):
+            pass  # its weights are being looked at
+    for round_ in ("cold", "again"):
+        for name, lora in loras.items():
+            run(f"{name} {round_}", lora)
+    lib.make_lora(folder / "a", model, 3)
+    replaced = LoRARequest("a", 3, str(folder / "a"))
+    run("replaced", replaced)
     engine.close()
     return result
 
@@ -348,6 +394,7 @@ def hook_that_raises(given: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    os.environ.update(json.loads(sys.argv[2]).get("environment", {}))
     lib.settle_environment(in_process=json.loads(sys.argv[2]).get("in_process", True))
     say(globals()[sys.argv[1]](json.loads(sys.argv[2])))
     sys.stdout.flush()
