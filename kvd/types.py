@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from kvd import limits
+from kvd import arguments, limits
 from kvd.errors import UsageError
 
 
@@ -30,6 +30,10 @@ class Member:
     layers: tuple[int, int] = (0, 0)  # [begin, end) of layers, (0, 0): all of the group
 
     def __post_init__(self) -> None:
+        if type(self.index) is not int or type(self.size_bytes) is not int:
+            number = arguments.count("index", self.index, 0, limits.members_per_family_max - 1, "member")
+            object.__setattr__(self, "index", number)
+            object.__setattr__(self, "size_bytes", arguments.size("size_bytes", self.size_bytes))
         if not 0 <= self.index < limits.members_per_family_max:
             raise UsageError(
                 f"member index {self.index} is outside 0 … {limits.members_per_family_max - 1}",
@@ -40,9 +44,14 @@ class Member:
                 f"object size {self.size_bytes} B is outside 1 … {limits.object_bytes_max}",
                 code="size", size_bytes=self.size_bytes,
             )  # fmt: skip
-        for name, (begin, end) in (("heads", self.heads), ("layers", self.layers)):
-            if not 0 <= begin <= end <= 0xFFFF:
-                raise UsageError(f"{name} range [{begin}, {end}) is not within 0 … 65535", code="range")
+        for name, pair in (("heads", self.heads), ("layers", self.layers)):
+            if type(pair) is not tuple or len(pair) != 2:
+                raise arguments.refusal(name, pair, "give a pair (begin, end); (0, 0): all", "range")
+            begin, end = pair
+            if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= 0xFFFF:
+                raise arguments.refusal(
+                    name, pair, "give integers 0 <= begin <= end <= 65535; (0, 0): all", "range"
+                )
 
 
 @dataclass(frozen=True, slots=True)

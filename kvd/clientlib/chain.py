@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvd import limits
+from kvd import arguments, limits
 from kvd.errors import UsageError
 from kvd.layout import chain as reference
 from kvd.shm import compute
@@ -28,6 +28,8 @@ class Chain:
     __slots__ = ("_algorithm", "_ids", "_root", "_start", "_stop", "_tail", "chunk_tokens", "tokens_count")
 
     def __init__(self, root: bytes, chunk_tokens: int, algorithm: str) -> None:
+        chunk_tokens = arguments.count("chunk_tokens", chunk_tokens, 1, limits.chunk_tokens_max, "chunk")
+        arguments.text("algorithm", algorithm)
         self._root = reference.chain_root(root, chunk_tokens, algorithm)
         self._algorithm = algorithm
         self._ids = b""
@@ -44,6 +46,10 @@ class Chain:
         """
         if self._start or self._stop * _SIZE != len(self._ids):
             raise UsageError("only a whole chain can be extended, not a slice of it", code="chain-slice")
+        if tokens is None:
+            raise arguments.refusal(
+                "tokens", tokens, "give integers: an array, a numpy array, or a list", "token"
+            )
         added = compute.tokens_u32(tokens)
         self.tokens_count += len(added) // 4
         pending = self._tail + added
@@ -58,6 +64,10 @@ class Chain:
         """Append chunks named by an engine's own block hashes (`hash_bytes` each), chained under the namespace."""
         if self._tail:
             raise UsageError("a chain of tokens cannot go on with block hashes", code="chain-mixed")
+        arguments.buffer(
+            "hashes", hashes, "give the hashes of the chunks, one after the other, as bytes", "engine-hash"
+        )
+        arguments.count("hash_bytes", hash_bytes, 1, 4096, "engine-hash")
         parent = self._ids[-_SIZE:] if self._ids else self._root
         self._ids += compute.chain_engine(parent, hashes, hash_bytes)
         self._stop = len(self._ids) // _SIZE
@@ -67,12 +77,14 @@ class Chain:
     @classmethod
     def of_identities(cls, root: bytes, chunk_tokens: int, identities: bytes) -> Chain:
         """A chain whose identities are known already (n × 32 bytes), e.g. handed over by a scheduler."""
-        if len(identities) % _SIZE:
-            raise UsageError(f"identities of {len(identities)} B are not whole 32-byte ones", code="identity")
+        way = f"give n × {_SIZE} bytes, such as chain.identities"
+        given = arguments.buffer("identities", identities, way, "identity")
+        if given.nbytes % _SIZE:
+            raise UsageError(f"identities of {given.nbytes} B are not whole 32-byte ones", code="identity")
         chain = cls(root, chunk_tokens, "sha256")
-        chain._ids = bytes(identities)
-        chain._stop = len(identities) // _SIZE
-        chain.tokens_count = chain._stop * chunk_tokens
+        chain._ids = bytes(given)
+        chain._stop = given.nbytes // _SIZE
+        chain.tokens_count = chain._stop * chain.chunk_tokens
         return chain
 
     @property

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from typing import TypeVar
 
-from kvd import limits
+from kvd import arguments, limits
 from kvd.errors import KvdError, ProtocolError, UnavailableError, UsageError
 from kvd.version import VERSION
 from kvd.wire import frames
@@ -29,8 +29,17 @@ _INT_BYTES = array.array("i").itemsize
 
 
 def socket_path(path: str | os.PathLike[str] | None) -> str:
-    """The socket to use: the argument, KVD_SOCKET, or /run/kvd/kvd.sock."""
-    return os.fspath(path) if path is not None else os.environ.get("KVD_SOCKET") or DEFAULT_SOCKET
+    """The socket to use: the argument, KVD_SOCKET, or /run/kvd/kvd.sock. Raises UsageError(socket)."""
+    if path is None:
+        return os.environ.get("KVD_SOCKET") or DEFAULT_SOCKET
+    try:
+        text = os.fsdecode(path)
+        os.fsencode(text)
+    except (TypeError, UnicodeError):
+        text = ""
+    if not text or "\0" in text:
+        raise arguments.refusal("socket", path, "give the path of the daemon's socket", "socket")
+    return text
 
 
 class Control:

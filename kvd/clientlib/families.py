@@ -13,6 +13,7 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvd import arguments
 from kvd.clientlib.leases import Lease, Leases, Report
 from kvd.errors import CompatibilityError, LifecycleError, UsageError
 from kvd.layout import chain as reference
@@ -57,6 +58,7 @@ class Families:
             )  # fmt: skip
         most = chain.usable_chunks
         if prompt_tokens is not None:
+            arguments.count("prompt_tokens", prompt_tokens, 0, 1 << 62)
             most = min(len(chain), reference.usable_chunks(prompt_tokens, self.chunk_tokens))
         asked: Chain = chain[:most]
         return asked
@@ -160,8 +162,13 @@ class FamilyLeases(Leases):
         `chunks` in turn (default: `self.chunks(cache.group)`); of a state cache its one slot a chunk. One native call
         for each member and split. Raises CompatibilityError naming what cannot be put into this cache.
         """
+        check_cache(cache)
         needed = self.chunks(cache.group)
-        todo = needed if chunks is None else chunks
+        todo = (
+            needed
+            if chunks is None
+            else arguments.instance("chunks", chunks, range, "give a range of chunks")
+        )
         if todo.step != 1 or (todo and not (needed.start <= todo.start and todo.stop <= needed.stop)):
             raise UsageError(
                 f"chunks {todo} are not within {needed}, which this prefix needs of the group", code="chunks"
@@ -216,11 +223,15 @@ def group_number(geometry: Geometry, name: str | int | None) -> int:
     groups = geometry.groups
     if name is None and len(groups) == 1:
         return 0
-    if isinstance(name, int) and 0 <= name < len(groups):
+    if isinstance(name, int) and not isinstance(name, bool) and 0 <= name < len(groups):
         return name
-    found = [n for n, group in enumerate(groups) if name in (group.name, str(group.rule))]
+    found = [
+        n for n, group in enumerate(groups) if isinstance(name, str) and name in (group.name, str(group.rule))
+    ]
     if len(found) == 1:
         return found[0]
+    if name is not None and not isinstance(name, str | int):
+        raise arguments.refusal("group", name, "give the name or the number of a group", "group")
     known = ", ".join(f"{n}: {group.name!r}" for n, group in enumerate(groups))
     raise UsageError(
         f"group {name!r} is not one of this geometry, or not the only one; allowed by name or number: {known}",
@@ -228,6 +239,14 @@ def group_number(geometry: Geometry, name: str | int | None) -> int:
     )  # fmt: skip
 
 
+def check_cache(cache: object) -> None:
+    """Raises UsageError for what is no registered cache."""
+    if not hasattr(cache, "check_open"):
+        raise arguments.refusal("cache", cache, "give what ns.register(layout, tensors, geom=...) returned")
+
+
 def rank_of(rank: int | Rank | None) -> Rank | None:
-    """A rank as given: a number is a tensor rank."""
-    return Rank(rank) if isinstance(rank, int) else rank
+    """A rank as given: a number is a tensor rank. Raises UsageError for what is neither."""
+    if rank is None or isinstance(rank, Rank):
+        return rank
+    return Rank(arguments.count("rank", rank, 0, 0xFFFF, "rank"))

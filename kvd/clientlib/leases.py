@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from kvd import arguments, limits
 from kvd.clientlib.native_errors import NATIVE, translate
 from kvd.errors import CorruptionError, KvdError, UsageError, ViewsAliveError
 from kvd.shm import compute
@@ -91,7 +92,11 @@ class Lease:
         """A read-only numpy array over a member; it keeps the lease."""
         import numpy
 
-        return numpy.frombuffer(self.member_view(member), dtype=dtype).reshape(shape)
+        view = self.member_view(member)
+        try:
+            return numpy.frombuffer(view, dtype=dtype).reshape(shape)
+        except (TypeError, ValueError, RuntimeError, OverflowError, SyntaxError) as error:
+            raise _no_array(dtype, shape, view.nbytes, error) from None
 
     def tensor(self, dtype: Any, shape: Sequence[int], member: int = 0) -> Any:
         """A torch tensor over a member; it keeps the lease.
@@ -105,13 +110,18 @@ class Lease:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             # Through the memoryview: torch lets go of the object at once, but keeps the memoryview's buffer.
-            return torch.frombuffer(self.member_view(member), dtype=dtype).view(*shape)
+            view = self.member_view(member)
+            try:
+                return torch.frombuffer(view, dtype=dtype).view(*shape)
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+                raise _no_array(dtype, shape, view.nbytes, error) from None
 
     def verify(self, member: int = 0) -> None:
         """Compare the bytes with the checksum they were published with.
 
         Raises CorruptionError, after the daemon was told (a moment's wait): it looks itself, and withdraws the family.
         """
+        arguments.count("member", member, 0, limits.members_per_family_max - 1, "member")
         seed = int.from_bytes(compute.seeds(self.identity, member), "little")
         try:
             expected = self._native.checksum(member)
@@ -175,14 +185,19 @@ class Leases(Sequence[Lease]):
 
         Large copies pass the caches by (non-temporal stores). Raises UsageError on sizes that differ.
         """
-        if len(destinations) > len(self):
+        given = arguments.length("destinations", destinations, "give a list of writable buffers, one a lease")
+        threads = arguments.count("threads", threads, 1, 64)
+        if given > len(self):
             raise UsageError(f"{len(destinations)} destinations for {len(self)} leases", code="destinations")
         copied = 0
         for lease, destination in zip(self, destinations, strict=False):
             view = lease.member_view(member)
-            if memoryview(destination).nbytes != view.nbytes:
+            size_bytes = arguments.buffer(
+                "destination", destination, "give a writable buffer", "destinations"
+            ).nbytes
+            if size_bytes != view.nbytes:
                 raise UsageError(
-                    f"destination of {memoryview(destination).nbytes} B for an object of {view.nbytes} B",
+                    f"destination of {size_bytes} B for an object of {view.nbytes} B",
                     code="size",
                 )
             compute.copy(destination, view, threads)
@@ -225,7 +240,29 @@ def _views_alive(error: BufferError) -> ViewsAliveError:
     )  # fmt: skip
 
 
+def _no_array(dtype: object, shape: object, size_bytes: int, error: Exception) -> UsageError:
+    """What an array of a lease cannot be."""
+    refused = arguments.refusal(
+        "dtype",
+        dtype,
+        f"{_said(error)}; the member has {size_bytes} B, shape = {arguments.described(shape)}",
+        "array",
+    )
+    refused.fields["size_bytes"] = size_bytes
+    return refused
+
+
+def _said(error: Exception) -> str:
+    """What a library says of values that may not even be shown."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - the text is built of them
+        return type(error).__name__
+
+
 def _lease_error(error: Exception, member: int) -> KvdError:
+    if isinstance(error, TypeError):
+        return arguments.refusal("member", member, "give the number of a member", "member")
     if "not in this family" in str(error) or isinstance(error, ValueError):
         return UsageError(f"this family has no member {member}", code="member", member=member)
     return translate(error)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
-from kvd import limits
+from kvd import arguments, limits
 from kvd.clientlib import calls
 from kvd.clientlib.caches import EngineCache
 from kvd.clientlib.chain import Chain
@@ -83,6 +83,8 @@ class Namespace:
         split wrote the chunks, and never the chunk of the prompt's last token (`prompt_tokens`, where the chain was
         made of hashes or identities and cannot know it).
         """
+        if not isinstance(chain, Chain):
+            raise _no_chain(chain)
         number = self._store.request(request)
         found = self._match(chain, geom, prompt_tokens, number)
         if found < len(chain) and self._store.renew():
@@ -116,6 +118,8 @@ class Namespace:
 
         With a geometry: on what the usable prefix needs (`FamilyLeases`), as `match` finds it.
         """
+        if not isinstance(chain, Chain):
+            raise _no_chain(chain)
         number = self._store.request(request)
         leases = self._acquire(chain, geom, prompt_tokens, number)
         if len(leases) < len(chain) and self._store.renew():
@@ -147,6 +151,9 @@ class Namespace:
         With a geometry, `chain` is the usable prefix: `chain[:leases.usable_chunks]` of the process that exported.
         Raises LifecycleError naming the first chunk that changed meanwhile: then nothing is held.
         """
+        if not isinstance(chain, Chain):
+            raise _no_chain(chain)
+        arguments.buffer("exported", exported, "give the bytes of leases.export()")
         try:
             native = self._store.native.adopt(exported)
             if len(native) != len(native.mask) and self._store.renew():
@@ -173,6 +180,7 @@ class Namespace:
         recent = self._recent
         if recent is not None and recent[0] is geom and recent[1].chunk_tokens == chunk_tokens:
             return recent[1]
+        arguments.instance("geom", geom, Geometry, _GEOMETRY)
         # Equal geometries are made anew by every request of some engines: they are one.
         fingerprint = geom.fingerprint
         found = self._families.get((fingerprint, chunk_tokens))
@@ -210,6 +218,13 @@ class Namespace:
         Raises CompatibilityError(paged) for a layout that is not of this geometry, that does not describe the tensors,
         or that is not the one registered under this name before (until that cache is closed).
         """
+        arguments.instance("geom", geom, Geometry, _GEOMETRY)
+        if not isinstance(layout, PagedLayout | StateLayout):
+            raise arguments.refusal("layout", layout, "give a kvd.PagedLayout, or a StateLayout for states")
+        arguments.text("name", name)
+        arguments.length("tensors", tensors, "give a list of tensors, in the order of the layout's letters")
+        if split is not None:
+            arguments.instance("split", split, Split, "give a kvd.Split")
         self._check_geometry(geom)
         number = group_number(geom, group)
         key = (name, number, rank_of(rank) or Rank())
@@ -258,7 +273,7 @@ class Namespace:
         unwritten data; object too large), UnavailableError (daemon gone, deadline), UsageError.
         """
         wanted = self._wanted(chain, nbytes, members, family_members, geom, split, rank, groups)
-        limit = self._store.deadline_s if deadline_s is None else deadline_s
+        limit = self._limit_s(deadline_s, skip_pending)
         if not wanted.parts:
             return wanted.writes(self._store.present_session, chain, limit, none_to_write())
         end_s = time.monotonic() + limit
@@ -285,7 +300,7 @@ class Namespace:
     ) -> Writes:
         """As `reserve`, without blocking the loop: `async with await ns.reserve_async(...) as writes`."""
         wanted = self._wanted(chain, nbytes, members, family_members, geom, split, rank, groups)
-        limit = self._store.deadline_s if deadline_s is None else deadline_s
+        limit = self._limit_s(deadline_s, skip_pending)
         if not wanted.parts:
             return wanted.writes(self._store.present_session, chain, limit, none_to_write())
         end_s = time.monotonic() + limit
@@ -306,6 +321,8 @@ class Namespace:
         rank: int | Rank | None,
         groups: Sequence[str | int] | None,
     ) -> _Wanted:
+        if not isinstance(chain, Chain):
+            raise _no_chain(chain)
         if not len(chain):
             raise UsageError("there is nothing to reserve: the chain has no chunk", code="empty")
         if geom is not None:
@@ -318,7 +335,10 @@ class Namespace:
         if rank is not None or groups is not None or isinstance(split, Split):
             raise UsageError("rank=, groups= and a Split mean something only with geom=", code="members")
         parts = check_members(members, nbytes)
-        complete = len(parts) if family_members is None else family_members
+        code = arguments.count("split", split, 0, 0xFFFF, "split")
+        complete = len(parts)
+        if family_members is not None:
+            complete = arguments.count("family_members", family_members, -(1 << 63), 1 << 63, "members")
         if family_members is None and max(m.index for m in parts) >= complete:
             raise UsageError(
                 f"members {[m.index for m in parts]} are not 0 … {complete - 1}: say with family_members= how many "
@@ -331,7 +351,7 @@ class Namespace:
                 "complete (higher member numbers are optional)",
                 code="members", family_members=complete,
             )  # fmt: skip
-        return _Wanted(parts, complete, split)
+        return _Wanted(parts, complete, code)
 
     @staticmethod
     def _wanted_of(
@@ -340,15 +360,26 @@ class Namespace:
         rank: int | Rank | None,
         groups: Sequence[str | int] | None,
     ) -> _Wanted:
+        if not isinstance(split, Split):
+            split = arguments.count("split", split, 0, 0xFFFF, "split")
         objects, one = families.objects(split), rank_of(rank)
         parts: Sequence[Part] = objects.parts
         if one is not None:
             parts = objects.writes(tp_rank=one.tp, pp_rank=one.pp, cp_rank=one.cp)
         if groups is not None:
+            if isinstance(groups, str | bytes) or not isinstance(groups, Sequence | set | frozenset):
+                raise arguments.refusal(
+                    "groups", groups, "give a list of names or numbers of groups", "group"
+                )
             chosen = {group_number(families.geometry, group) for group in groups}
             parts = [part for part in parts if part.group in chosen]
         members = tuple(part.member for part in parts)
         return _Wanted(members, objects.mandatory_count, objects.split.code, families, objects)
+
+    def _limit_s(self, deadline_s: float | None, skip_pending: bool) -> float:
+        """Seconds that a reservation may take; checks what is neither of the chain nor of its members."""
+        arguments.flag("skip_pending", skip_pending)
+        return self._store.deadline_s if deadline_s is None else arguments.seconds("deadline_s", deadline_s)
 
     @staticmethod
     def _payload(chain: Chain, wanted: _Wanted, skip_pending: bool, request: int, number: int) -> bytes:
@@ -362,6 +393,13 @@ class Namespace:
 
     def __repr__(self) -> str:
         return f"<Namespace {self.manifest.model} {self.manifest.short}>"
+
+
+_GEOMETRY = "give a kvd.Geometry, such as Geometry.from_hf_config(config, dtype=...)"
+
+
+def _no_chain(chain: object) -> UsageError:
+    return arguments.refusal("chain", chain, "give a chain of this namespace: ns.chain(tokens, chunk_tokens)")
 
 
 @dataclass(frozen=True, slots=True)

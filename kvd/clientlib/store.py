@@ -18,6 +18,7 @@ import time
 from types import TracebackType
 from typing import Any
 
+from kvd import arguments, limits
 from kvd.clientlib.calls import Calls
 from kvd.clientlib.control import Control, socket_path
 from kvd.clientlib.leases import Lease
@@ -57,8 +58,8 @@ def connect(
     Raises UnavailableError, CompatibilityError, UsageError.
     """
     return Store(
-        socket_path(socket), client or _process_name(), access, domain, deadline_s, verify_reads=verify_reads,
-        reattach=reattach,
+        socket_path(socket), _process_name() if client is None else client, access, domain, deadline_s,
+        verify_reads=verify_reads, reattach=reattach,
     )  # fmt: skip
 
 
@@ -81,8 +82,13 @@ class Store:
         verify_reads: bool,
         reattach: bool = True,
     ) -> None:
-        if access not in ("read", "write"):
-            raise UsageError(f'access {access!r} is not "read" or "write"', code="access", access=access)
+        if not isinstance(access, str) or access not in ("read", "write"):
+            raise arguments.refusal("access", access, 'give "read" or "write"', "access")
+        arguments.text("client", client, wire.CLIENT_NAME_CHARS_MAX)
+        arguments.text("domain", domain, 64)
+        arguments.flag("verify_reads", verify_reads)
+        arguments.flag("reattach", reattach)
+        deadline_s = arguments.seconds("deadline_s", deadline_s)
         self.socket = path
         self.client = client
         self.access = access
@@ -196,6 +202,9 @@ class Store:
 
     def namespace(self, manifest: Manifest) -> Namespace:
         """The namespace of a manifest; the daemon learns of it with the first reservation."""
+        arguments.instance(
+            "manifest", manifest, Manifest, "give a kvd.Manifest(model=..., revision=..., ...)"
+        )
         found = self._namespaces.get(manifest.root)
         if found is None:
             found = self._namespaces[manifest.root] = Namespace(self, manifest)
@@ -209,7 +218,7 @@ class Store:
 
     def fetch(self, identity: bytes, member: int = 0, *, request: str | None = None) -> Lease | None:
         """A lease on one object by its identity, None when it is not here."""
-        number = 0 if request is None else compute.request_hash(request)
+        number = 0 if request is None else self.request(request)
         try:
             native = self.native.fetch(identity, member, number)
             if native is None:
@@ -218,6 +227,7 @@ class Store:
                 if native is None:
                     return None
         except NATIVE as error:
+            _check_identity(identity, member)
             raise translate(error) from None
         return Lease(native, identity, self.report_damage, set() if self.verify_reads else None)
 
@@ -226,10 +236,11 @@ class Store:
 
         Waits for the daemon, at most a second: who reads damaged bytes has lost more time than that already.
         """
+        _check_identity(identity, member)
         with contextlib.suppress(RuntimeError):  # closed meanwhile
             self.native.add(_COUNTERS.index("verify_failed"), 1)
         try:
-            answer = self.call("damaged", min(1.0, self.deadline_s), key=identity.hex(), member=member)
+            answer = self.call("damaged", min(1.0, self.deadline_s), key=bytes(identity).hex(), member=member)
         except (KvdError, OSError, ValueError):
             return False  # a daemon that is away withdraws nothing; the caller gets its CorruptionError all the same
         return bool(answer["damaged"])
@@ -238,7 +249,9 @@ class Store:
 
     def call(self, method: str, deadline_s: float | None = None, **params: Any) -> Any:
         """Ask the daemon (docs: kvd/wire/PROTOCOL.md, "Methods of call")."""
-        return self.session().request(wire.Call(method, params), wire.Result, deadline_s).result
+        arguments.text("method", method, 64)
+        limit = None if deadline_s is None else arguments.seconds("deadline_s", deadline_s)
+        return self.session().request(wire.Call(method, params), wire.Result, limit).result
 
     def status(self) -> dict[str, Any]:
         """The daemon's status, as `kvctl status --json` shows it."""
@@ -255,7 +268,12 @@ class Store:
         """The number under which a request id travels (never the id itself); 0 without one."""
         if request is None:
             return 0
-        return compute.request_hash(request)
+        try:
+            return compute.request_hash(request)
+        except (AttributeError, UnicodeEncodeError, TypeError):
+            raise arguments.refusal(
+                "request", request, "give a string that can be encoded as UTF-8, or None"
+            ) from None
 
     # -- end ----------------------------------------------------------------------------------------------
 
@@ -308,7 +326,7 @@ class Admin:
     """An administrative connection: no memory, no client slot. Used by kvctl."""
 
     def __init__(self, path: str | os.PathLike[str] | None = None, *, deadline_s: float = 5.0) -> None:
-        self._deadline_s = deadline_s
+        self._deadline_s = arguments.seconds("deadline_s", deadline_s)
         self._control = Control(socket_path(path), name=_process_name(), role="admin", deadline_s=deadline_s)
 
     @property
@@ -331,6 +349,14 @@ class Admin:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_identity(identity: object, member: object) -> None:
+    """Raises UsageError for what names no object."""
+    way = f"give the {limits.identity_bytes} bytes of chain[i]"
+    if arguments.buffer("identity", identity, way, "identity").nbytes != limits.identity_bytes:
+        raise arguments.refusal("identity", identity, way, "identity")
+    arguments.count("member", member, 0, limits.members_per_family_max - 1, "member")
 
 
 def _process_name() -> str:

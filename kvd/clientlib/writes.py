@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvd import limits
+from kvd import arguments, limits
 from kvd.clientlib import caches, calls
 from kvd.clientlib.native_errors import NATIVE, translate
 from kvd.errors import (
@@ -109,7 +109,7 @@ class Writes(Sequence["Write"]):
         byte is copied. One native call, without the GIL. Raises UsageError naming a source that does not fit,
         LifecycleError for an item that is over or in use by another thread.
         """
-        if len(sources) != len(self):
+        if arguments.length("sources", sources, "give a list of buffers, one an item") != len(self):
             raise UsageError(f"{len(sources)} sources for {len(self)} items", code="sources")
         granted = self._granted
         positions = [i for i, source in enumerate(sources) if source is not None and granted[i] == _GRANTED]
@@ -125,6 +125,10 @@ class Writes(Sequence["Write"]):
         families, objects = self._families, self._objects
         if families is None or objects is None:
             raise UsageError("gather needs a reservation with geom= and split=", code="geometry")
+        if not hasattr(cache, "check_open"):
+            raise arguments.refusal(
+                "cache", cache, "give what ns.register(layout, tensors, geom=...) returned"
+            )
         cache.check_open()
         copied, width = 0, len(self._members)
         for position, member in enumerate(self._members):
@@ -471,8 +475,11 @@ def check_members(members: Sequence[Member] | None, nbytes: int | None) -> tuple
     if (members is None) == (nbytes is None):
         raise UsageError("say either nbytes= (one object a chunk) or members=", code="members")
     if nbytes is not None:
-        return (Member(0, nbytes),)
-    assert members is not None
+        return (Member(0, nbytes if type(nbytes) is int else arguments.size("nbytes", nbytes)),)
+    if isinstance(members, str | bytes) or not isinstance(members, Sequence):
+        raise arguments.refusal("members", members, "give a list of kvd.Member(index, size_bytes)", "members")
+    for member in members:
+        arguments.instance("members", member, Member, "each is a kvd.Member(index, size_bytes)")
     if not members or len({m.index for m in members}) != len(members):
         raise UsageError("members are one or more, each index once", code="members")
     return tuple(members)

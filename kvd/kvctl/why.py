@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from kvd.errors import UsageError
 from kvd.kvctl import output
 from kvd.kvctl.exits import ExitCode
 from kvd.kvctl.session import JsonOption, SocketOption, TimeoutOption, connected, print_json
@@ -34,6 +35,8 @@ def why(
     """
     from kvd.clientlib.store import Store
 
+    if not request:
+        raise UsageError("REQUEST is empty: give the request id that the engine gave to kvd", code="request")
     number = Store.request(request)
     with connected(ctx, socket, timeout) as admin:
         answer = admin.call("why", request=number)

@@ -478,7 +478,8 @@ def test_what_clients_call_themselves_cannot_steer_the_terminal(kvctl: Any, chan
     ]
     shown.append(kvctl("pin", "ab" * 8, code=2))
     for text in shown:
-        assert "owned" in text and "[bold]" in text, "markup is text"
+        assert "owned" in text
+        assert "[bold]" in text, "markup is text"
         assert not set(text) & set("\x1b\x07\x9b\u202e")
 
 
@@ -495,3 +496,16 @@ def test_many_namespaces_come_in_pages(kvctl: Any, changed: Any) -> None:
     kvctl.against(namespaces=page, status=changed({"namespaces_count": 2500}))
     assert len(kvctl.json("ls")) == 2500
     assert "2,498 more hold less: kvctl ls shows all" in kvctl("status")
+
+
+def test_why_needs_a_request_that_is_text(kvctl: Any) -> None:
+    assert "REQUEST is empty" in kvctl("why", "", code=2)
+    assert "UTF-8" in kvctl("why", "a\udcff", code=2)
+    assert not kvctl.daemon.calls
+
+
+def test_bytes_that_are_no_text_are_refused_by_name(kvctl: Any) -> None:
+    """Fails if they reach the wire: an unexpected UnicodeEncodeError was told as a difference of releases."""
+    said = kvctl("pin", "ab\udcffcdef0", code=2)
+    assert "key = 'ab\\udcffcdef0' is not UTF-8" in said
+    assert "release" not in said
