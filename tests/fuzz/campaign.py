@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 BUILD, FOUND, KEPT = ROOT / "build" / "fuzz", ROOT / "build" / "fuzz-corpus", HERE / "corpus"
-NATIVE = ("fuzz_ring", "fuzz_meta")
+NATIVE = ("fuzz_ring", "fuzz_meta", "fuzz_adopt")
 PYTHON = ("frames", "payloads", "config", "ring", "meta", "adopt")
 COMPILERS = ("clang++-14", "clang++")
 PROGRESS = re.compile(r"#(\d+)\s+(?:INITED|DONE|NEW|REDUCE|pulse).*?cov: (\d+).*?corp: (\d+)")
@@ -51,7 +51,7 @@ def campaign(name: str, command: list[str], seconds: float) -> bool:
     found.mkdir(parents=True, exist_ok=True)
     options = [
         f"-max_total_time={int(seconds)}", f"-max_len={INPUT_BYTES_MAX}", "-timeout=20", "-rss_limit_mb=4096",
-        f"-artifact_prefix={FOUND}/{name}-",
+        f"-artifact_prefix={FOUND}/{name}-", "-len_control=0",  # an input is a list of edits: one is rarely enough
     ]  # fmt: skip
     log = FOUND / f"{name}.log"
     with log.open("wb") as output:

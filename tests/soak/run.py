@@ -47,8 +47,8 @@ ANSWER_S = 60.0
 BACK_WITHIN_S = 5.0
 FULL_MIN = 0.8
 CALM_SHARE = 1 / 3  # of the time, at the end, in which the daemon is left alive
-DAEMON_LIFE_S = 4.5
-CLIENT_LIFE_S = 0.45
+DAEMON_LIFE_S = 3.6
+CLIENT_LIFE_S = 0.37
 VERIFY_RATE = 256 << 20
 # What five minutes on two cores must show.
 LARGE_READS_PER_S, READS_PER_S, CLIENT_KILLS_PER_S, DAEMON_KILLS_PER_S, ABORTS_PER_S = (

@@ -170,7 +170,7 @@ def write(engine: Engine, kind: Kind) -> None:
         return
     engine.took(began_ns)
     with writes:
-        if engine.rng.random() < 0.25:
+        if engine.rng.random() < 0.4:
             if writes[0].status is kvd.Granted.GRANTED:  # or a killed writer of this row was here before
                 writes[0].fill(chain[0] * (size // 32))
             engine.counts[ABORTS] += 1
