@@ -380,12 +380,15 @@ def _store(keep: Keep, started: Started, before: set[str]) -> None:
     """The new set first, META last of it; then everything that is not of it is let go."""
     domain = started.domain
     names = {client_name(ghost.client_id) for ghost in started.ghosts}
+    for ghost in started.ghosts:
+        keep.taken(client_name(ghost.client_id), ghost.fd)
     assert domain.namespaces.names is not None
     fresh = {f"{KEPT_PREFIX}names-{started.number}": domain.namespaces.names.fd}
     for segment in domain.segments:
         pool_name = f"{KEPT_PREFIX}pool-{segment.number}"
         if started.outcome.adopted and pool_name in before and pool_name not in keep.kept:
             names.add(pool_name)  # it was taken over, and stays stored as it is
+            keep.taken(pool_name, segment.fd)
             continue
         if pool_name in before:
             keep.remove(pool_name)  # another file

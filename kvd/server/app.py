@@ -225,6 +225,7 @@ class App:
             self.events.start()
             if not (loopback(self.events.address) and loopback(self.events.replay_address)):
                 _log.warning("events_not_on_loopback", address=self.events.address)
+        self.keep.watch(self._loop, self.supervisor.guard, partial(self.supervisor.set_health, "keeper"))
         self.supervisor.set_health("population", "starting")
         self.population.start()
         self.supervisor.start("population", self._populate, restart=False, ends=True)
@@ -319,6 +320,7 @@ class App:
             self.control.close()
             if self.events is not None:
                 self.events.close()
+        self.keep.close()
         self.watchdog.stop()
         self.notifier.send(STATUS="stopped", EXIT_STATUS=str(self._exit_code))
         _log.info("stopped", reason=self._stop_reason, exit_code=self._exit_code)

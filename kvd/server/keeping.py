@@ -2,7 +2,8 @@
 
 Owns the connection to whoever keeps. Event-loop thread only. `kept` is what an earlier daemon had stored, by name, when
 this one started; whoever takes a descriptor out of it owns it. Invariant: `store` returns only when the descriptor is
-on its way and cannot be lost with this process; what is not stored any more is removed by name.
+on its way and cannot be lost with this process; what is not stored any more is removed by name. A keeper process that dies
+is started again and given everything anew, META last: until then, and it is told in health, a restart begins empty.
 
     kvd-names-N, kvd-meta-N   of the Nth daemon over this memory; META is stored last, so that it stands for all
     kvd-pool-I                segment I
@@ -11,12 +12,13 @@ on its way and cannot be lost with this process; what is not stored any more is 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from kvd.config import Config, Sizes
@@ -24,9 +26,15 @@ from kvd.errors import UnavailableError
 from kvd.probe import leftovers
 from kvd.server import keeper, logs
 from kvd.server.notify import KEPT_PREFIX, Notifier, stored_descriptors
+from kvd.server.supervise import Guard
 
 STORE_SPARE: Final = 4  # META and names, twice while one daemon follows another
+PAUSE_MAX_S: Final = 60.0
+HAND_OVER_PAUSE_S: Final = 0.01
 _log = logs.get("keeping")
+
+Tell = Callable[[str, str], None]
+"""tell(state, reason): how it stands with what is kept, as health shows it."""
 
 
 class Keep(Protocol):
@@ -37,6 +45,12 @@ class Keep(Protocol):
 
     def store(self, name: str, fd: int) -> None:
         """Keep this descriptor under this name from now on. Raises UnavailableError(keep)."""
+
+    def taken(self, name: str, fd: int) -> None:
+        """It is kept under this name already, by an earlier daemon; the descriptor is this daemon's now."""
+
+    def watch(self, loop: asyncio.AbstractEventLoop, guard: Guard, tell: Tell) -> None:
+        """From now on see to it that what is kept stays kept; `tell(state, reason)` when that changes."""
 
     def remove(self, name: str) -> None:
         """Keep it no more. Never raises: what is left too long is sorted out by the next daemon."""
@@ -54,6 +68,8 @@ class Nobody:
         self.kept: dict[str, int] = {}
 
     def store(self, name: str, fd: int) -> None: ...
+    def taken(self, name: str, fd: int) -> None: ...
+    def watch(self, loop: asyncio.AbstractEventLoop, guard: Guard, tell: Tell) -> None: ...
     def remove(self, name: str) -> None: ...
     def close(self) -> None: ...
 
@@ -75,6 +91,9 @@ class ServiceManager:
                 f"the service manager did not take {name}: {error.strerror or error}", code="keep", name=name
             ) from error
 
+    def taken(self, name: str, fd: int) -> None: ...
+    def watch(self, loop: asyncio.AbstractEventLoop, guard: Guard, tell: Tell) -> None: ...
+
     def remove(self, name: str) -> None:
         with contextlib.suppress(OSError):
             self._notifier.hand_over(f"FDSTOREREMOVE=1\nFDNAME={name}\n", [])
@@ -90,6 +109,14 @@ class KeeperProcess:
     def __init__(self, path: str) -> None:
         self._path = path
         self._process: subprocess.Popen[bytes] | None = None
+        self._stored: dict[str, int] = {}  # what it is to keep
+        self._untold: list[str] = []  # what a new one was not given yet, the last one first
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._guard: Guard = _unguarded
+        self._tell: Tell = _tell_nobody
+        self._retry: asyncio.TimerHandle | None = None
+        self._pause_s = 0.0
+        self._given_s = 0.0  # when one had everything that died before
         self.kept: dict[str, int] = {}
         sock = leftovers.dial_keeper(path)
         if sock is not None:
@@ -105,19 +132,98 @@ class KeeperProcess:
         self._sock = sock if sock is not None else self._start()
 
     def store(self, name: str, fd: int) -> None:
+        self._stored[name] = fd
         try:
             keeper.send(self._sock, f"store {name}".encode(), fd)
         except OSError as error:
+            if self._loop is not None and not isinstance(error, TimeoutError):
+                return  # it has died: that is noticed with the next turn of the loop, and another is given all
             raise UnavailableError(
                 f"the keeper did not take {name}: {error}", code="keep", name=name
             ) from error
 
+    def taken(self, name: str, fd: int) -> None:
+        self._stored[name] = fd
+
     def remove(self, name: str) -> None:
+        self._stored.pop(name, None)
         with contextlib.suppress(OSError):
             keeper.send(self._sock, f"remove {name}".encode())
 
     def close(self) -> None:
+        if self._loop is not None and self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock.fileno())
+        if self._retry is not None:
+            self._retry.cancel()
         self._sock.close()
+
+    # --- a keeper that dies
+
+    def watch(self, loop: asyncio.AbstractEventLoop, guard: Guard, tell: Tell) -> None:
+        self._loop, self._guard, self._tell = loop, guard, tell
+        tell("ok", "")
+        loop.add_reader(self._sock.fileno(), guard, self._readable)
+
+    def _readable(self) -> None:
+        """It says nothing unless it is asked: this is its end."""
+        loop = self._loop
+        assert loop is not None
+        with contextlib.suppress(BlockingIOError, InterruptedError, ConnectionError):
+            if self._sock.recv(256, socket.MSG_DONTWAIT):
+                return
+        loop.remove_reader(self._sock.fileno())
+        self._sock.close()
+        pid = self._process.pid if self._process is not None else None
+        if self._process is not None:
+            self._process.poll()  # takes note of its end
+        _log.error(
+            "keeper_died", pid=pid, path=self._path, hint="it is started again; killed for want of memory?"
+        )
+        self._tell("degraded", "the keeper died: until it has everything again, a restart begins empty")
+        # At once, unless it died just now; one that dies again and again is started ever more seldom.
+        if loop.time() - self._given_s > PAUSE_MAX_S:
+            self._pause_s = 0.0
+        self._later(self._pause_s, self._again)
+        self._pause_s = min(max(1.0, 2 * self._pause_s), PAUSE_MAX_S)
+
+    def _later(self, seconds: float, call: Callable[[], None]) -> None:
+        assert self._loop is not None
+        self._retry = self._loop.call_later(seconds, self._guard, call)
+
+    def _again(self) -> None:
+        try:
+            self._sock = self._start()
+        except (UnavailableError, OSError) as error:
+            _log.error("keeper_not_started", reason=str(error), retry_s=self._pause_s)
+            self._tell("degraded", f"warm restart is off, the keeper cannot be started: {error}")
+            self._later(self._pause_s, self._again)
+            self._pause_s = min(max(1.0, 2 * self._pause_s), PAUSE_MAX_S)
+            return
+        assert self._loop is not None
+        self._loop.add_reader(self._sock.fileno(), self._guard, self._readable)
+        # Given out from the end: META comes last, since it stands for all.
+        self._untold = sorted(self._stored, key=lambda name: not name.startswith(f"{KEPT_PREFIX}meta-"))
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Give it what there is as fast as it takes it, without waiting for it."""
+        self._sock.settimeout(0)
+        try:
+            while self._untold:
+                name = self._untold[-1]
+                fd = self._stored.get(name)
+                if fd is not None:
+                    keeper.send(self._sock, f"store {name}".encode(), fd)
+                self._untold.pop()
+        except (BlockingIOError, InterruptedError):
+            self._later(HAND_OVER_PAUSE_S, self._hand_over)
+            return
+        except OSError:
+            return  # it has died again: `_readable` is told
+        finally:
+            self._sock.settimeout(leftovers.KEEPER_TIMEOUT_S)
+        _log.warning("keeper_has_everything_again", descriptors=len(self._stored))
+        self._tell("ok", "")
 
     def _start(self) -> socket.socket:
         """A new keeper on a socket that this process binds, so that there is nothing to wait for."""
@@ -146,6 +252,14 @@ class KeeperProcess:
             raise UnavailableError(f"the keeper at {self._path} did not start", code="keep", path=self._path)
         _log.info("keeper_started", pid=self._process.pid, path=self._path)
         return sock
+
+
+def _unguarded(call: Callable[..., None], *args: object) -> None:
+    call(*args)
+
+
+def _tell_nobody(_state: str, _reason: str) -> None:
+    return
 
 
 def fetch(sock: socket.socket) -> dict[str, int]:

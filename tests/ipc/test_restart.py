@@ -5,6 +5,7 @@ no client has to be started again.
 from __future__ import annotations
 
 import array
+import json
 import os
 import signal
 import time
@@ -391,6 +392,69 @@ def test_purge_removes_what_a_dead_daemon_left(series: Any) -> None:
     assert not os.path.exists(keeper)
     one.start()
     assert not one.restart()["adopted"]
+
+
+def keepers(series: Series) -> list[int]:
+    """Pids of the keepers that were started here, the last one last."""
+    lines = [json.loads(line) for line in series.running.log_text().splitlines() if line.startswith("{")]
+    return [line["pid"] for line in lines if line["event"] == "keeper_started"]
+
+
+def kept_again(series: Series, times: int) -> bool:
+    return series.running.log_text().count("keeper_has_everything_again") == times
+
+
+def test_a_keeper_that_dies_is_followed_by_one_that_has_everything(series: Any, child: Any) -> None:
+    """Fails if nobody looks at the keeper, or the new one is not given everything: the next daemon begins empty."""
+    one = series(pool={"segment_size": "16MiB"})
+    held = child(one)
+    assert held.say("put", 7, 1) == "done"
+    assert held.say("lease", 7, 1) == "1"
+    for times in (1, 2):
+        os.kill(keepers(one)[-1], signal.SIGKILL)
+        until(lambda times=times: kept_again(one, times), "another keeper that has everything")
+        assert one.running.call("health")["parts"]["keeper"]["state"] == "ok"
+    with kvd.connect(one.running.socket) as store:
+        late = put(store.namespace(manifest()), 8)  # its region came after
+        one.kill()
+        one.start()
+        assert one.restart()["adopted"], one.restart()
+        ns = store.namespace(manifest())
+        until(lambda: ns.match(late), "the store attached again")
+        assert read(ns, late) == [payload(8, 0)]
+        assert ns.match(chain_of(ns, 7)) == 1
+    assert [row["leases"] for row in waiting(one)] == [1], "what the old client holds is known"
+    # What the second daemon took over is handed on, too, by whom it did not start.
+    os.kill(keepers(one)[-1], signal.SIGKILL)
+    until(lambda: kept_again(one, 3), "a third keeper that has everything")
+    one.kill()
+    one.start()
+    assert one.restart()["adopted"], one.restart()
+    with kvd.connect(one.running.socket) as store:
+        ns = store.namespace(manifest())
+        assert read(ns, chain_of(ns, 7)) == [payload(7, 0)]
+    assert [row["leases"] for row in waiting(one)] == [1]
+
+
+def test_a_keeper_that_cannot_be_started_is_told(series: Any) -> None:
+    """Its socket cannot be made: health says that a restart begins empty, and the daemon goes on."""
+    one = series()
+    os.kill(keepers(one)[-1], signal.SIGSTOP)  # so that it is followed only when all is prepared
+    path = leftovers.keeper_path(str(one.directory))
+    os.unlink(path)
+    os.makedirs(os.path.join(path, "in the way"))
+    os.kill(keepers(one)[-1], signal.SIGKILL)
+
+    def degraded() -> bool:
+        part = one.running.call("health")["parts"]["keeper"]
+        return part["state"] == "degraded" and "warm restart is off" in part["reason"]
+
+    until(degraded, "health that says so")
+    assert one.running.call("status")["state"] == "degraded"
+    os.rmdir(os.path.join(path, "in the way"))
+    os.rmdir(path)
+    until(lambda: kept_again(one, 1), "another keeper")
+    assert one.running.call("health")["parts"]["keeper"]["state"] == "ok"
 
 
 def test_a_keeper_that_is_not_wanted_any_more_ends(series: Any) -> None:

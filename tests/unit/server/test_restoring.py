@@ -48,6 +48,11 @@ class Kept:
         assert name not in self.stored
         self.stored[name] = os.dup(fd)
 
+    def taken(self, name: str, fd: int) -> None:
+        assert os.fstat(self.stored[name]).st_ino == os.fstat(fd).st_ino
+
+    def watch(self, *_: object) -> None: ...
+
     def remove(self, name: str) -> None:
         os.close(self.stored.pop(name))
 
