@@ -10,7 +10,7 @@ PIP     := $(BIN)/pip install --quiet --disable-pip-version-check
 NATIVE  := CMakeLists.txt pyproject.toml $(wildcard kvd/shm/native/*) $(wildcard third_party/xxhash/*)
 TORCH   := torch==2.13.0
 
-.PHONY: native-test test-engines-sglang test-engines-vllm bench-engines-vllm help demo test test-long check format build sanitize stress-asan fuzz sim bench soak clean
+.PHONY: native-test test-engines test-engines-sglang test-engines-transformers test-engines-vllm bench-engines bench-engines-vllm help demo test test-long check format build sanitize stress-asan fuzz sim bench soak clean
 
 help:
 	@sed -n 's/^# \?//p' Makefile | head -4
@@ -22,6 +22,8 @@ help:
 	@echo "make fuzz      fuzz frames, rings, the index as clients read it, configurations (SECONDS=60)"
 	@echo "make sim       the core, simulated clients and a faulty host under one seed (SECONDS=120)"
 	@echo "make soak      everything at once, one line of figures (MINUTES=5)"
+	@echo "make test-engines   kvd under the real vLLM, SGLang and Transformers, each in an environment of its own"
+	@echo "make bench-engines  the same engines with kvd against without: one table, one picture in build/"
 	@echo "make bench     kvctl bench local against a daemon of its own"
 	@echo "make clean     remove what the targets made"
 
@@ -135,6 +137,11 @@ $(SGLANG)/stamp-kvd: $(SGLANG)/stamp-sglang $(NATIVE)
 test-engines-sglang: $(SGLANG)/stamp-kvd $(VENV)/stamp-test
 	KVD_TEST_ENGINES=1 $(BIN)/python -m pytest tests/engines/test_sglang.py tests/engines/test_sglang_engine.py
 
+test-engines-transformers: $(VENV)/stamp-test
+	$(BIN)/python -m pytest tests/engines/test_transformers.py
+
+test-engines: test-engines-vllm test-engines-sglang test-engines-transformers
+
 SECONDS ?= 60
 fuzz: $(VENV)/stamp-test
 	@command -v clang++-14 >/dev/null || { apt-get update -qq && apt-get install -y -qq clang-14 libclang-rt-14-dev; } || true
@@ -143,6 +150,15 @@ fuzz: $(VENV)/stamp-test
 
 bench-engines-vllm: $(VLLM)/stamp-kvd
 	$(VLLM)/bin/python benchmarks/engines_vllm.py
+
+# A part that misses its target does not keep the others from running: the report at the end judges all.
+bench-engines: $(VLLM)/stamp-kvd $(VENV)/stamp-demo $(VENV)/stamp-test
+	@mkdir -p build && rm -f build/bench-engines*.json
+	@test -d build/models/smollm2-135m || $(BIN)/python examples/make_checkpoint.py
+	-$(BIN)/python benchmarks/engines_transformers.py --json build/bench-engines-transformers.json
+	-$(VLLM)/bin/python benchmarks/engines_vllm.py
+	-$(VLLM)/bin/python benchmarks/engines_vllm_turns.py
+	@$(BIN)/python benchmarks/engines_vllm_report.py
 
 # -- native code on its own -------------------------------------------------------------------------------
 
