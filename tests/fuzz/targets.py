@@ -6,6 +6,7 @@
     ring      what a client writes into its region → served or disconnected; the books stay right, others unharmed
     meta      META, CLIENT and POOL as a client reads them, damaged or of another version → an error, a miss, or bytes
     adopt     META as a later daemon takes it over, damaged → refused, dropped or adopted; the new table works
+    restart   all that a daemon left, damaged, and the next daemon (restarts.py) → adopted or dropped with a reason
 
 Used by fuzz.py (random, or guided by coverage with atheris) and test_fuzz.py. What they do natively is fuzzed a second
 time without Python by tests/native/fuzz_*.cpp. `SEEDS` are inputs that make sense, to start from.
@@ -32,6 +33,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "unit" / "shm")]
 
 import msgpack  # noqa: E402
+import restarts  # noqa: E402
 import structlog  # noqa: E402
 from shm_world import World  # noqa: E402
 
@@ -371,6 +373,7 @@ def _seed_meta() -> list[bytes]:
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "frames": frames, "payloads": payloads, "config": config, "ring": ring, "meta": meta, "adopt": adopt,
+    "restart": restarts.restart,
 }  # fmt: skip
 SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "frames": _seed_frames,
@@ -387,4 +390,5 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "ring": _seed_ring,
     "meta": _seed_meta,
     "adopt": lambda: [seed[1:] for seed in _seed_meta() if seed[0]],
+    "restart": restarts.seeds,
 }

@@ -19,7 +19,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).resolve().parent
-PYTHON = ("frames", "payloads", "config", "ring", "meta", "adopt")
+PYTHON = ("frames", "payloads", "config", "ring", "meta", "adopt", "restart")
 NATIVE = ("fuzz_ring", "fuzz_meta", "fuzz_adopt")
 SECONDS = 1.5
 

@@ -365,7 +365,7 @@ def main() -> int:
     print(f"seed {arguments.seed}", flush=True)
     line, wrong = run(arguments.minutes * 60, arguments.seed, {"restart": {"keep": arguments.keep}}, share)
     print(line, flush=True)
-    count = min(CYCLES, max(CYCLES_LEAST, int(CYCLES_PER_S * arguments.minutes * 60)))
+    count = min(CYCLES, max(CYCLES_LEAST, round(CYCLES_PER_S * arguments.minutes * 60)))
     line, more = cycles.run(count)
     print(line)
     wrong += more
