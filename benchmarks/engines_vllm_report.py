@@ -24,15 +24,16 @@ PARTS = ("bench-engines-vllm.json", "bench-engines-vllm-turns.json", "bench-engi
 ALL = {**TARGETS, "transformers_speedup": (">=", 15.0)}
 COLOURS = {"local": "#8c8c8c", "limited": "#c44e52", "kvd": "#4c72b0", "restart": "#2a4d7c", "cold": "#dd8452",
            "down": "#937860"}  # fmt: skip
-LABELS = {"local": "own cache,\nlarge", "limited": "own cache,\nsmall", "kvd": "small\n+ kvd",
-          "restart": "+ kvd,\nnew engine", "cold": "+ kvd,\nno hits", "down": "+ kvd,\nno daemon"}  # fmt: skip
+LABELS = {"local": "large\ncache", "limited": "small\ncache", "kvd": "small cache\n+ kvd",
+          "restart": "new engine\n+ kvd", "cold": "+ kvd,\nno hits", "down": "+ kvd,\nno daemon"}  # fmt: skip
 
 
 def picture(turns: dict[str, Any], path: Path) -> None:
     """TTFT of every request, its median over all, what was computed, goodput; a bar or cloud for each variant."""
     found, raw = turns["variants"], turns["raw"]
     names = list(found)
-    figure, axes = plt.subplots(1, 4, figsize=(15, 4.4), layout="constrained")
+    figure, grid = plt.subplots(2, 2, figsize=(12, 8), layout="constrained")
+    axes = list(grid.flat)
     colours = [COLOURS[name] for name in names]
     labels = [LABELS[name] for name in names]
     for at, name in enumerate(names):
@@ -50,21 +51,21 @@ def picture(turns: dict[str, Any], path: Path) -> None:
     axes[1].bar(labels, skipped, bottom=computed, color="none", edgecolor=colours, hatch="//")
     axes[1].set_title("Prompt tokens, thousands (hatched: not computed)")
     for axis, key, title in (
-        (axes[2], "e2e_p50_s", "Whole answer, s (median)"),
+        (axes[2], "e2e_p50_s", "Whole answer, s (median of requests)"),
         (axes[3], "goodput_per_s", "Goodput, requests/s"),
     ):
         bars = axis.bar(labels, [one[key] for one in found.values()], color=colours)
         axis.bar_label(bars, fmt="%.2f", fontsize=8)
         axis.set_title(title)
     for axis in axes:
-        axis.tick_params(axis="x", labelsize=7.5)
-        axis.title.set_fontsize(9.5)
+        axis.tick_params(axis="x", labelsize=9)
+        axis.title.set_fontsize(11)
         axis.spines[["top", "right"]].set_visible(False)
     shape, limit = turns["shape"], turns["limit"]
     figure.suptitle(
         f"vLLM on a CPU, {shape['conversations']} conversations of {shape['turns']} turns, {shape['clients']} at once; "
         f"goodput: first token within {limit['ttft_max_s']} s and {limit['tpot_max_s']} s a token",
-        fontsize=10.5,
+        fontsize=12,
     )
     figure.savefig(path, dpi=110)
     plt.close(figure)
