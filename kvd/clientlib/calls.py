@@ -87,13 +87,65 @@ def _settle(future: asyncio.Future[Answer], answer: Answer | KvdError) -> None:
         future.set_result(answer)
 
 
+class _Ends:
+    """The descriptors of a Calls, and what is said when it was dropped without close. Knows no Calls."""
+
+    def __init__(self, wake: socket.socket) -> None:
+        self.wake = wake
+        self.stir = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.loops: set[asyncio.AbstractEventLoop] = set()
+        self.farewell: Callable[[], None] | None = None
+        self._pid = os.getpid()
+
+    def dropped(self) -> None:
+        """Nobody refers to the Calls any more. In any thread; a forked child has but the descriptors."""
+        if os.getpid() != self._pid:
+            self.close()
+            return
+        if self.farewell is not None:
+            self.farewell()
+        for loop in list(self.loops):
+            try:
+                loop.call_soon_threadsafe(self.leave, loop)
+            except RuntimeError:  # closed: it watches nothing any more
+                self.loops.discard(loop)
+        if not self.loops:
+            self.close()
+
+    def leave(self, loop: asyncio.AbstractEventLoop) -> None:
+        """This loop, which runs here, watches no more; the last one closes the descriptors."""
+        if loop in self.loops:
+            self.loops.discard(loop)
+            loop.remove_reader(self.wake.fileno())
+        if not self.loops:
+            self.close()
+
+    def close(self) -> None:
+        """Close the descriptors; safe to repeat."""
+        self.wake.close()
+        stir, self.stir = self.stir, -1
+        if stir >= 0:
+            os.close(stir)
+
+
+def _readable(calls: weakref.ref[Calls], ends: _Ends) -> None:
+    """An event loop sees the wake socket. It must not keep alive who dropped the store."""
+    alive = calls()
+    if alive is None:
+        ends.leave(asyncio.get_running_loop())
+    else:
+        alive._on_wake()
+
+
 class Calls:
     """Operations in flight of one client. `lost` is the reason once the daemon is gone."""
 
     def __init__(self, rings: Rings, wake: socket.socket) -> None:
         self._rings = rings
         self._wake = wake
-        self._stir = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._ends = _Ends(wake)
+        self._finalizer = weakref.finalize(self, self._ends.dropped)
+        self._finalizer.atexit = False  # the end of the process says it all
         self._ops = itertools.count(1)
         self._waiting: dict[int, _Waiter] = {}
         self._changed = threading.Condition()  # re-entrant: a garbage collection under it may give slots back
@@ -101,7 +153,7 @@ class Calls:
         self._asleep = False
         self._closing = False
         self.reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()  # what close gives back
-        self._loops: set[asyncio.AbstractEventLoop] = set()
+        self._loops = self._ends.loops
         self._abandoned: set[int] = set()  # reservations nobody waits for any more
         self._due: deque[tuple[Sq, bytes]] = deque()  # what the ring had no room for, and nobody waits for
         self._collector: threading.Thread | None = None
@@ -167,7 +219,7 @@ class Calls:
         try:
             if self.lost is not None or (waiter is not None and waiter.answer is not None):
                 return
-            result = self._rings.wait(self._wake.fileno(), left_ns, self._stir)
+            result = self._rings.wait(self._wake.fileno(), left_ns, self._ends.stir)
         except NATIVE as error:
             self.fail(translate(error))
             return
@@ -180,7 +232,7 @@ class Calls:
     def _stir_leader(self) -> None:
         if self._asleep and self._leader != threading.get_ident():
             with contextlib.suppress(OSError):  # full: it is stirred already
-                os.eventfd_write(self._stir, 1)
+                os.eventfd_write(self._ends.stir, 1)
 
     # -- from event loops ---------------------------------------------------------------------------------
 
@@ -220,8 +272,9 @@ class Calls:
         with self._changed:
             if self.lost is not None:
                 return  # the call says so
-            self._loops = {known for known in self._loops if not known.is_closed()}
-            loop.add_reader(self._wake.fileno(), self._on_wake)
+            for known in [known for known in self._loops if known.is_closed()]:
+                self._loops.discard(known)
+            loop.add_reader(self._wake.fileno(), _readable, weakref.ref(self), self._ends)
             self._loops.add(loop)
 
     def _on_wake(self) -> None:
@@ -454,16 +507,14 @@ class Calls:
         if not self._loops and self._leader is None:
             self.abandon()
 
-    def __del__(self) -> None:
-        if getattr(self, "_stir", -1) >= 0:  # a store that was dropped without close
-            self.abandon()
+    def farewell(self, call: Callable[[], None]) -> None:
+        """What is done first if this is dropped without close. It must not refer to this, and waits for nobody."""
+        self._ends.farewell = call
 
     def abandon(self) -> None:
         """Close the descriptors and touch nothing else: the end, also in a forked child."""
-        self._wake.close()
-        stir, self._stir = self._stir, -1
-        if stir >= 0:
-            os.close(stir)
+        self._finalizer.detach()
+        self._ends.close()
 
 
 def _refusal(kind: Sq, lost: KvdError) -> KvdError:

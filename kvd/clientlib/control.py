@@ -96,6 +96,12 @@ class Control:
             fds, self._fds = self._fds, []
             return attached, fds
 
+    def farewell(self, ask: wire.Ask) -> None:
+        """Say something that needs no answer, without waiting, when nobody else uses this connection any more."""
+        with contextlib.suppress(OSError):  # who does not listen learns of the end from the kernel
+            self._sock.settimeout(0)
+            self._sock.send(frames.encode(ask.to_map(self._next_id)), socket.MSG_NOSIGNAL)
+
     def close(self) -> None:
         """Close the socket; safe to call twice."""
         self._drop_fds()

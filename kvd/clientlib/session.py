@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from kvd.clientlib import background
 from kvd.clientlib.calls import Calls
 from kvd.clientlib.control import A, Control
+from kvd.clientlib.native_errors import NATIVE
 from kvd.errors import KvdError, UnavailableError
 from kvd.layout.manifest import Manifest
 from kvd.shm._native import Client
@@ -52,6 +53,7 @@ class Session:
             self.segment_bytes = attached.segments
             self.calls = Calls(self.native, self._wake)
             self.calls.on_lost = self.native.lose
+            self.calls.farewell(functools.partial(_farewell, self._control, self.native))
         except BaseException:
             for fd in segments:
                 os.close(fd)
@@ -156,22 +158,39 @@ class Session:
 
         Otherwise the daemon learns from the kernel, when the process ends, that the memory can be used again.
         """
-        for reservation in list(self.calls.reservations):
-            reservation.give_back()  # a client that leaves while slots are its to write keeps them until it ends
+        self._give_back()  # so that it comes back, even if this client is going to hold something else
         lost = self.calls.lost  # those who wait may notice the next line as a loss
         held = self.native.close()
+        # Once more: another thread may just have been granted a reservation. From here on none begins to be filled.
+        filling = self._give_back()
         self.mapper.join()
         if lost is None and not held:
             # A daemon that is away or slow learns of the end from the kernel.
             with contextlib.suppress(KvdError):
-                self._control.request(wire.Detach(), wire.Detached, deadline_s=min(1.0, self._deadline_s))
+                self._control.request(
+                    wire.Detach(gives_back=not filling), wire.Detached, deadline_s=min(1.0, self._deadline_s)
+                )
         self.calls.close()
         self._control.close()
+
+    def _give_back(self) -> int:
+        """Give back what is reserved; returns how many items are being filled at this moment."""
+        return sum(reservation.give_back() for reservation in list(self.calls.reservations))
 
     def abandon(self) -> None:
         """In a forked child: close the descriptors, touch nothing else."""
         self._control.close()
         self.calls.abandon()
+
+
+def _farewell(control: Control, native: Client) -> None:
+    """A store was dropped without close. Nothing refers to it, so that neither leases nor reservations of it are used;
+    only views may be alive. Waits for nobody: garbage may be collected anywhere.
+    """
+    with contextlib.suppress(*NATIVE):
+        if not native.close():
+            control.farewell(wire.Detach(gives_back=True))
+    control.close()
 
 
 def _gone(why: str) -> UnavailableError:

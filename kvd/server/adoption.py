@@ -198,7 +198,9 @@ def _living(pid: int, ticks: int) -> tuple[bool, int | None]:
     except ProcessLookupError:
         return False, None
     except (OverflowError, OSError) as error:
-        raise _Dropped(f"whether process {pid}, which was attached, lives cannot be told: {error}", pid=pid) from None
+        raise _Dropped(
+            f"whether process {pid}, which was attached, lives cannot be told: {error}", pid=pid
+        ) from None
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     if start_ticks(pid) != ticks or poll.poll(0):

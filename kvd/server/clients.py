@@ -87,6 +87,7 @@ class Client:
     over_leased: bool = False
     frames: int = 0
     on_disconnect: Callable[[KvdError | None], None] | None = None  # closes its control connection
+    on_wake_closed: Callable[[], None] | None = None  # reads what it said last
 
 
 class Clients:
@@ -170,21 +171,26 @@ class Clients:
         self._keep.store(client_name(self._next_id), fd)
         return region, fd, ours, theirs
 
-    def detach(self, client: Client, done: Callable[[Held | ProtocolError], None]) -> None:
+    def detach(
+        self, client: Client, done: Callable[[Held | ProtocolError], None], *, gives_back: bool = False
+    ) -> None:
         """Leave in order. `done` gets what is still held: nothing frees the slot, else it is taken until the exit.
 
-        A slot that is being written counts as held: a view of it may be alive.
+        A slot that is being written counts as held, since a view of it may be alive, unless the client `gives_back`.
         """
         if not client.attached or client.leaving is not None:
             raise UsageError("this client is not attached", code="detached")
-        self._when_drained(client, partial(self._detach_drained, client, done))
+        self._when_drained(client, partial(self._detach_drained, client, done, gives_back))
 
-    def _detach_drained(self, client: Client, done: Callable[[Held | ProtocolError], None]) -> None:
+    def _detach_drained(
+        self, client: Client, done: Callable[[Held | ProtocolError], None], gives_back: bool
+    ) -> None:
         if not client.attached:
             done(ProtocolError("what was left in the ring cannot be right", code="ring"))
             return
         client.on_disconnect = None  # the connection goes on: it has to carry the answer
-        held = Held(self._domain.table.held(client.slot)[0], self._domain.core.live_items(client.slot))
+        items = 0 if gives_back else self._domain.core.live_items(client.slot)
+        held = Held(self._domain.table.held(client.slot)[0], items)
         if held == Held(0, 0):
             self._forget(client)
         else:
@@ -251,8 +257,14 @@ class Clients:
             data = b""
         if data:
             self.drain(client)
-        else:
-            self.disconnect(client, None)
+            return
+        self._wake_closed(client)
+
+    def _wake_closed(self, client: Client) -> None:
+        """It has closed its end; if it left in order, it said so before."""
+        if client.attached and client.on_wake_closed is not None:
+            client.on_wake_closed()
+        self.disconnect(client, None)
 
     def _on_exit(self, client: Client) -> None:
         """The process is gone. What it pushed before it died is valid and comes first."""
@@ -302,7 +314,7 @@ class Clients:
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
-            self._loop.call_soon(self._guard, self.disconnect, client, None)
+            self._loop.call_soon(self._guard, self._wake_closed, client)
 
     def look_at_leases(self, client: Client, limit_bytes: int | None) -> bool:
         """Count what a client holds; True if that is more than the limit, which is logged when it comes to that."""

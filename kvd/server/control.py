@@ -119,6 +119,11 @@ class Connection:
             return
         self._turn()
 
+    def read_rest(self) -> None:
+        """The peer is going: what it said before that comes first, such as that it leaves in order."""
+        if not self.closed:
+            self._readable()
+
     def _turn(self) -> None:
         self._turn_scheduled = False
         for _ in range(REQUESTS_PER_TURN):
@@ -413,7 +418,7 @@ class Control:
             case wire.Attach():
                 self._attach(connection, id, ask)
             case wire.Detach():
-                self._detach(connection, id)
+                self._detach(connection, id, ask)
             case wire.Left():
                 epoch = int.from_bytes(ask.epoch, "big")
                 waited = self.ghosts is not None and self.ghosts.left(connection.peer, epoch, ask.slot)
@@ -479,6 +484,7 @@ class Control:
         client, fds, wake = self.clients.attach(connection.peer, hello.client, writable=writable)
         connection.client, connection.attached_once = client, True
         client.on_disconnect = lambda error: self._disconnected(connection, error)
+        client.on_wake_closed = connection.read_rest
         sizes = [segment.size_bytes for segment in self._domain.segments]
         first, rest = fds[: limits.fds_per_message_max], fds[limits.fds_per_message_max :]
         connection.send(
@@ -491,7 +497,7 @@ class Control:
             part, rest = rest[: limits.fds_per_message_max], rest[limits.fds_per_message_max :]
             connection.send(wire.Segments(len(part), bool(rest)), id, part)
 
-    def _detach(self, connection: Connection, id: int) -> None:
+    def _detach(self, connection: Connection, id: int, ask: wire.Detach) -> None:
         client = connection.client
         if client is None:
             raise UsageError("this connection is not attached", code="detached")
@@ -503,7 +509,7 @@ class Control:
             else:
                 connection.send(wire.Error.of(outcome), id)
 
-        self.clients.detach(client, done)
+        self.clients.detach(client, done, gives_back=ask.gives_back)
 
     def _disconnected(self, connection: Connection, error: KvdError | None) -> None:
         """The client was disconnected from another side (ring, death, policy): its connection ends too."""

@@ -2,7 +2,7 @@
 
 Owns the connection to whoever keeps. Event-loop thread only. `kept` is what an earlier daemon had stored, by name, when
 this one started; whoever takes a descriptor out of it owns it. Invariant: `store` returns only when the descriptor is
-on its way and cannot be lost with this process; what is not stored any more is removed by name. A keeper process that dies
+on its way and cannot be lost with this process; what is not stored any more is removed by name. A keeper that dies
 is started again and given everything anew, META last: until then, and it is told in health, a restart begins empty.
 
     kvd-names-N, kvd-meta-N   of the Nth daemon over this memory; META is stored last, so that it stands for all

@@ -220,9 +220,17 @@ class Segments(Body):
 
 @dataclass(frozen=True, slots=True)
 class Detach(Body):
-    """Leave in order. With leases or reservations still held the client counts until its process ends."""
+    """Leave in order. With leases or reservations still held the client counts until its process ends.
+
+    `gives_back`: nobody of this client writes into what it reserved, or ever will; what is granted is given back.
+    """
 
     type: ClassVar[str] = "detach"
+    gives_back: bool = False
+
+    @classmethod
+    def _checked(cls, key: str, value: object) -> object:
+        return _flag(cls.type, key, value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,9 @@ ANSWERS = [
     m.Result({"a": [1, None]}),
     m.Error.of(CapacityError("full", code="pool", leased_bytes=3)),
 ]
-OPTIONAL = {("hello", "role"), ("attach", "domain"), ("attach", "access"), ("namespace", "label")}
+OPTIONAL = {
+    ("hello", "role"), ("attach", "domain"), ("attach", "access"), ("namespace", "label"), ("detach", "gives_back"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("body", ASKS, ids=lambda body: body.type)
