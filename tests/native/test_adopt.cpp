@@ -396,7 +396,7 @@ int main(int argc, char** argv) {
   std::printf("seed %lu\n", seed);
   for (u64 round = 0; round < 40; ++round) test_all_is_there_again(round);
   test_sizes_of_segments_are_compared_first();
-  const u64 rounds = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 4000;
+  const u64 rounds = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 2000;
   test_damage(rounds);
   test_old_clients_read_on(rounds / 20);
   std::puts("ok");
