@@ -36,17 +36,19 @@ $(VENV)/stamp-venv:
 	@echo "making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) --upgrade pip
+	@echo "installing what builds kvd"
 	@$(PIP) 'scikit-build-core>=1.0,<2' 'nanobind>=3.0,<4' 'cmake>=3.22' ninja
 	@touch $@
 
 $(VENV)/stamp-build: $(VENV)/stamp-venv $(NATIVE)
-	@echo "building kvd"
+	@echo "building kvd: a minute or two, one line when it is done"
 	@$(PIP) --no-build-isolation --editable .
+	@echo "kvd is built"
 	@touch $@
 
 # torch first and pinned: a looser requirement would pull a CUDA build of several gigabytes.
 $(VENV)/stamp-torch: $(VENV)/stamp-venv
-	@echo "installing $(TORCH)"
+	@echo "installing $(TORCH): some hundred megabytes"
 	@$(PIP) $(TORCH)
 	@touch $@
 
@@ -70,7 +72,9 @@ demo: $(VENV)/stamp-demo
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/stamp-test native-test
-	@command -v systemd-analyze >/dev/null || { apt-get update -qq && apt-get install -y -qq systemd; } || true
+	@command -v systemd-analyze >/dev/null || { echo "installing systemd for its checks of the units"; \
+	  apt-get update -qq && apt-get install -y -qq systemd; } || true
+	@echo "collecting and running the tests: about ten minutes on two cores; at the end what was skipped, and why"
 	$(BIN)/python -m pytest
 
 SECONDS_LONG ?= 60
@@ -175,9 +179,10 @@ stress-asan: $(VENV)/stamp-test
 	$(BIN)/python tests/asan.py --minutes 1
 
 native-test: $(VENV)/stamp-venv
+	@echo "building the tests of the native code"
 	@$(BIN)/cmake -S . -B build/native-test -G Ninja -DCMAKE_BUILD_TYPE=Release \
 	  -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DKVD_NATIVE_TESTS=ON >/dev/null && \
-	$(BIN)/cmake --build build/native-test && \
+	$(BIN)/cmake --build build/native-test && echo "running the tests of the native code" && \
 	cd build/native-test && $(abspath $(BIN))/ctest --output-on-failure
 
 clean:
