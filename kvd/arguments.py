@@ -32,7 +32,10 @@ def refusal(name: str, value: object, allowed: str, code: str = "argument") -> U
     """The error that says that an argument cannot be so."""
     shown = described(value)
     return UsageError(
-        f"{name} = {shown} ({type(value).__name__}) is not allowed: {allowed}", code=code, argument=name, value=shown
+        f"{name} = {shown} ({type(value).__name__}) is not allowed: {allowed}",
+        code=code,
+        argument=name,
+        value=shown,
     )
 
 
