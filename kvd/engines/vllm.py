@@ -225,8 +225,16 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker is not None and self._plan.loads:
             self.worker.load(self._plan)
 
+    @guarded(_nothing)
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: what a step needs was loaded before it began."""
+        """A layer is about to be computed: with load="layers" what the step loads of it may be under way."""
+        if self.worker is not None:
+            self.worker.wait_for_layer(layer_name)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether a step must come by `wait_for_layer_load`, which a captured graph would not."""
+        return extra_config.get("load") == "layers"
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Blocks are copied when the step is over, all layers in one call."""

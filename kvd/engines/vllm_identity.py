@@ -24,6 +24,7 @@ from kvd.layout.shards import Objects, Split
 
 HASHES: Final = ("sha256", "sha256_cbor")
 HASH_BYTES: Final = 32
+LOADS: Final = ("sync", "layers", "async")
 _LAYER: Final = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 _SETTINGS: Final = frozenset({
     "socket", "deadline_s", "model", "revision", "tenant", "salt", "load", "verify", "store",
@@ -41,7 +42,7 @@ class Settings:
     revision: str | None = None
     tenant: str = ""
     salt: str = ""
-    load: str = "sync"  # "sync": within the step; "async": between steps
+    load: str = "sync"  # "sync": before the step; "layers": beside it; "async": between steps
     verify: bool = False
     store: bool = True
     break_even: bool = True
@@ -56,8 +57,8 @@ class Settings:
                 code="setting",
             )  # fmt: skip
         settings = cls(**given)
-        if settings.load not in ("sync", "async"):
-            raise UsageError(f'load is {settings.load!r}; allowed: "sync", "async"', code="setting")
+        if settings.load not in LOADS:
+            raise UsageError(f"load is {settings.load!r}; allowed: {', '.join(LOADS)}", code="setting")
         if not isinstance(settings.deadline_s, int | float) or not 0 < settings.deadline_s <= 60:
             raise UsageError(f"deadline_s is {settings.deadline_s!r}; allowed: up to 60 s", code="setting")
         return settings

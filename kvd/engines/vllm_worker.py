@@ -11,6 +11,7 @@ never hold them up (C7).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -22,11 +23,14 @@ from typing import Any
 
 from kvd.clientlib.caches import EngineCache
 from kvd.clientlib.chain import Chain
+from kvd.clientlib.families import FamilyLeases
+from kvd.clientlib.namespace import Namespace
 from kvd.clientlib.store import Store
 from kvd.clientlib.writes import Writes
 from kvd.engines.common_attach import Attachment
 from kvd.engines.common_counters import Counters
 from kvd.engines.vllm_identity import Identity, layout_of
+from kvd.engines.vllm_layers import CopyBand, LayerLoads
 from kvd.engines.vllm_messages import COUNTERS, Load, Plan, Report, Save
 from kvd.engines.vllm_scheduler import namespace_of
 from kvd.errors import CapacityError, KvdError, LifecycleError, UnavailableError
@@ -88,6 +92,7 @@ class _Caches:
 
     store: Store
     by_manifest: dict[bytes, list[EngineCache]]
+    bands: dict[bytes, list[EngineCache]]  # with load="layers": of each band of layers
 
 
 class WorkerSide:
@@ -105,10 +110,11 @@ class WorkerSide:
         self._told_epoch: str | None = None
         self._tainted_epoch = -1
         self._failed_blocks: set[int] = set()
-        self._step_began_ns = 0
+        self._step_began_ns, self._epoch = 0, 0
         self._lock = threading.Lock()  # of what the load thread ends
         self._through: set[str] = set()
         self._through_failed: set[str] = set()
+        self._layers: LayerLoads | None = None
         self.attachment: Attachment[_Caches] | None = None
         self._stores = _Thread("kvd-store")
         self._loads = _Thread("kvd-load")
@@ -124,6 +130,8 @@ class WorkerSide:
         ]
         self._ratio = self._layouts[0].blocks // identity.blocks
         settings = identity.settings
+        if settings.load == "layers" and identity.one_group:
+            self._layers = LayerLoads(identity.layers[0], self._layouts[0], self._tensors[0])
         self.attachment = Attachment(
             self._prepare, socket=settings.socket, client=f"vllm-worker-{self._rank}-{os.getpid()}",
             deadline_s=settings.deadline_s, verify_reads=settings.verify,
@@ -131,7 +139,7 @@ class WorkerSide:
         self.attachment.wait(_WAIT_AT_START_S)
 
     def _prepare(self, store: Store) -> _Caches:
-        caches = _Caches(store, {})
+        caches = _Caches(store, {}, {})
         self._warm(caches, self._registered(caches, self.identity.manifest))
         return caches
 
@@ -148,6 +156,10 @@ class WorkerSide:
                 for group, (layout, tensors) in enumerate(zip(self._layouts, self._tensors, strict=True))
             ]  # fmt: skip
             caches.by_manifest[manifest.root] = found
+            if self._layers is not None:
+                caches.bands[manifest.root] = self._layers.register(
+                    namespace, identity.geometry, identity.groups[0]
+                )
         return found
 
     def _warm(self, caches: _Caches, registered: list[EngineCache]) -> None:
@@ -161,6 +173,8 @@ class WorkerSide:
             cache.reads(families, identity.split.code)
             for part in objects.writes(tp_rank=self._rank):
                 cache.write(families, objects, part)
+        for band in caches.bands.get(identity.manifest.root, ()):
+            band.reads(families, identity.split.code)
 
     def close(self) -> None:
         """Publish what is copied, give back the rest, let go."""
@@ -178,7 +192,7 @@ class WorkerSide:
 
     def begin(self, plan: Plan) -> None:
         """Before the step: let go of blocks that are others' now, ask for room for what the step will compute."""
-        self._step_began_ns = time.monotonic_ns()
+        self._step_began_ns, self._epoch = time.monotonic_ns(), plan.epoch
         gone = set(plan.gone)
         if gone:
             self._drop([job for job in self._jobs if job.request in gone], "saves_gone")
@@ -259,15 +273,65 @@ class WorkerSide:
     # -- loads --------------------------------------------------------------------------------------------
 
     def load(self, plan: Plan) -> None:
-        """Fill the blocks that were promised: now, or on the load thread for what may go on between steps."""
+        """Fill the blocks that were promised: now, beside the step, or between steps on the load thread."""
+        within = [load for load in plan.loads if not load.between_steps]
         for load in plan.loads:
             if load.between_steps:
                 self._loads.do(lambda load=load: self._load_between(load, plan.generation))  # type: ignore[misc]
-                continue
+        if within and self._layers is not None:
+            self._layers.begin()
+            self._loads.do(lambda: self._load_layers(within, plan.generation))
+            return
+        for load in within:
             if not self._load(load, plan.generation):
-                self._failed_blocks |= load.blocks()
-                self._report.failed.add(load.request)
-                self.taint(plan.epoch)
+                self._tell_failed(load, plan.epoch)
+
+    def _tell_failed(self, load: Load, epoch: int) -> None:
+        self._failed_blocks |= load.blocks()
+        self._report.failed.add(load.request)
+        self.taint(epoch)
+
+    def wait_for_layer(self, name: str) -> None:
+        """Until what this step loads of that layer is there."""
+        if self._layers is not None:
+            self._layers.wait(name)
+
+    def _finish_layers(self) -> None:
+        if self._layers is not None:
+            for load in self._layers.finish():
+                self._tell_failed(load, self._epoch)
+
+    def _load_layers(self, loads: list[Load], generation: str) -> None:
+        """On the load thread, beside the step."""
+        assert self._layers is not None
+        began_ns = time.monotonic_ns()
+        copied = {load.number: 0 for load in loads}
+
+        def failed(load: Load, error: Exception) -> None:
+            copied[load.number] = -1
+            self._say_failed(load, error)
+
+        def copier(load: Load, leases: FamilyLeases, bands: list[EngineCache]) -> CopyBand:
+            def copy(band: int) -> None:
+                copied[load.number] += self.copy_group(load, 0, leases, bands[band])
+
+            return copy
+
+        with contextlib.ExitStack() as held:
+            held.callback(self._layers.end)
+            work: list[tuple[Load, CopyBand | None]] = []
+            for load in loads:
+                try:
+                    caches, namespace, leases = self._adopt(load, generation)
+                    held.enter_context(leases)
+                    work.append((load, copier(load, leases, caches.bands[namespace.manifest.root])))
+                except Exception as error:  # noqa: BLE001  the engine is told that the load failed, whatever it was
+                    failed(load, error)
+                    work.append((load, None))
+            self._layers.copy(work, failed)
+            took_ns = (time.monotonic_ns() - began_ns) // len(loads)
+            for load in loads:
+                self._count_load(load, copied[load.number], took_ns)
 
     def taint(self, epoch: int) -> None:
         """A block that the engine computes with holds garbage: nothing that was computed in this epoch is saved."""
@@ -288,10 +352,17 @@ class WorkerSide:
         try:
             copied = self.copy_in(load, generation)
         except Exception as error:  # noqa: BLE001  the engine is told that the load failed, whatever it was
-            self.counters.add("load_failures")
-            log.warning("kvd: load of request %s failed and is computed instead: %s", load.request, error)
+            self._say_failed(load, error)
             copied = -1
-        took_ns = time.monotonic_ns() - began_ns
+        self._count_load(load, copied, time.monotonic_ns() - began_ns)
+        return copied >= 0
+
+    def _say_failed(self, load: Load, error: Exception) -> None:
+        self.counters.add("load_failures")
+        log.warning("kvd: load of request %s failed and is computed instead: %s", load.request, error)
+
+    def _count_load(self, load: Load, copied: int, took_ns: int) -> None:
+        """A load is over, for the scheduler's leases and the rates; `copied` is less than 0 if it failed."""
         with self._lock:
             self._report.ended[load.number] = self._report.ended.get(load.number, 0) + 1
             if copied > 0:
@@ -300,33 +371,39 @@ class WorkerSide:
         if copied > 0:
             self.counters.add("loaded_bytes", copied)
             self.counters.add("loaded_ns", took_ns)
-        return copied >= 0
 
     def copy_in(self, load: Load, generation: str) -> int:
         """Adopt the scheduler's leases and copy; returns the bytes. Raises KvdError when a byte could not be had."""
+        caches, namespace, leases = self._adopt(load, generation)
+        with leases:
+            registered = self._registered(caches, namespace.manifest)
+            return sum(self.copy_group(load, group, leases, cache) for group, cache in enumerate(registered))
+
+    def _adopt(self, load: Load, generation: str) -> tuple[_Caches, Namespace, FamilyLeases]:
+        """Own leases on all that a load needs. Raises KvdError when something of it is gone; then nothing is held."""
         caches, identity = self._session, self.identity
         if caches is None:
             raise UnavailableError("this worker is not attached to the daemon", code="away")
         namespace = namespace_of(caches.store, identity, load.adapter, generation)
-        registered = self._registered(caches, namespace.manifest)
+        self._registered(caches, namespace.manifest)
         chain = namespace.chain_of(load.identities, identity.chunk_tokens)
-        copied = 0
         leases = namespace.adopt(load.exported, chain, identity.geometry)
-        with leases:
-            usable = leases.usable_chunks
-            if usable < load.stop or (usable != load.stop and not identity.geometry_is_full):
-                raise LifecycleError(
-                    f"leases on {usable} chunks for a load up to chunk {load.stop}",
-                    code="adopt",
-                    chunks=usable,
-                )
-            for group, cache in enumerate(registered):
-                needed = leases.chunks(identity.groups[group])
-                for chunks in _stretches(
-                    load, group, max(needed.start, load.first), min(needed.stop, load.stop)
-                ):
-                    ids = load.block_ids[group][chunks.start - load.first : chunks.stop - load.first]
-                    copied += leases.scatter(cache, self._tensor_blocks(ids), chunks=chunks)
+        usable = leases.usable_chunks
+        if usable < load.stop or (usable != load.stop and not identity.geometry_is_full):
+            leases.release()
+            raise LifecycleError(
+                f"leases on {usable} chunks for a load up to chunk {load.stop}", code="adopt", chunks=usable
+            )
+        return caches, namespace, leases
+
+    def copy_group(self, load: Load, group: int, leases: FamilyLeases, cache: EngineCache) -> int:
+        """Copy what a load needs of one group of the engine into `cache`; returns the bytes."""
+        needed = leases.chunks(self.identity.groups[group])
+        first, stop = max(needed.start, load.first), min(needed.stop, load.stop)
+        copied = 0
+        for chunks in _stretches(load, group, first, stop):
+            ids = load.block_ids[group][chunks.start - load.first : chunks.stop - load.first]
+            copied += leases.scatter(cache, self._tensor_blocks(ids), chunks=chunks)
         return copied
 
     def _tensor_blocks(self, ids: Sequence[int]) -> Sequence[int]:
@@ -339,6 +416,7 @@ class WorkerSide:
 
     def save(self, plan: Plan) -> None:
         """After the step: copy what has its room, drop what may not wait, leave the rest to the next step."""
+        self._finish_layers()
         if plan.prefill_tokens and not plan.loads:
             self._report.prefill_tokens += plan.prefill_tokens
             self._report.prefill_ns += time.monotonic_ns() - self._step_began_ns
@@ -421,6 +499,7 @@ class WorkerSide:
 
     def failed_blocks(self) -> set[int]:
         """Blocks that a load within this step did not fill."""
+        self._finish_layers()  # a step that computes nothing is not saved
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 

@@ -35,9 +35,10 @@ def test_cold_stored_loaded(running: Any, algorithm: str) -> None:
     assert result["longer"]["cached"] >= PREFIX
 
 
-def test_loaded_between_steps(running: Any) -> None:
-    """The same with asynchronous loads."""
-    check_loaded(scenario("cold_and_loaded", socket=running.socket, extra={"load": "async"}), PREFIX)
+@pytest.mark.parametrize("load", ["async", "layers"])
+def test_loaded_between_steps_and_beside_them(running: Any, load: str) -> None:
+    """The same with asynchronous loads, and with loads layer by layer."""
+    check_loaded(scenario("cold_and_loaded", socket=running.socket, extra={"load": load}), PREFIX)
 
 
 @pytest.mark.parametrize("kind", ["sliding", "hybrid"])
@@ -89,7 +90,7 @@ def test_salts_of_requests(running: Any) -> None:
     assert result["again"]["tokens"] == result["first"]["tokens"]
 
 
-@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("load", ["sync", "async", "layers"])
 def test_loads_fail_at_random(running: Any, load: str) -> None:
     """A4: every failed load is told; with policy recompute the tokens stay those of the cold run."""
     result = scenario(

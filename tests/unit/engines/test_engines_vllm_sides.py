@@ -6,6 +6,7 @@ What the engine does with the answers is tested with the real one (tests/engines
 from __future__ import annotations
 
 import hashlib
+import threading
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -192,7 +193,7 @@ def test_what_cannot_be_described_is_refused_by_name(groups: Any, changes: Any, 
         identify(*config(*groups, **changes))
 
 
-@pytest.mark.parametrize("extra", [{"sokcet": "x"}, {"load": "later"}, {"deadline_s": 0}])
+@pytest.mark.parametrize("extra", [{"load": "layer"}, {"sokcet": "x"}, {"load": "later"}, {"deadline_s": 0}])
 def test_settings_are_checked(extra: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         identify(*config(extra=extra))
@@ -427,4 +428,97 @@ def test_a_request_is_named_when_it_arrives(rig: Callable[..., Rig]) -> None:
     for ended in (request, other, late):
         one.scheduler.finished(ended)
     assert one.scheduler._requests == one.scheduler._saving == {}
+    assert one.held() == 0
+
+
+def a_layered_load(one: Rig, chunks: int = 3) -> Plan:
+    """A step that loads `chunks` blocks to 31, 32, … and computes 3 more; what was stored lies in 1, 2, …"""
+    one.store(Request("a", chunks * BLOCK + 1), list(range(1, chunks + 1)))
+    longer = Request("b", (chunks + 3) * BLOCK + 1)
+    longer.block_hashes[:chunks] = Request("a", chunks * BLOCK + 1).block_hashes
+    assert one.scheduler.match(longer, 0) == (chunks * BLOCK, False)
+    table = (list(range(31, 31 + chunks + 3)),)
+    one.scheduler.allocated(longer, table, chunks * BLOCK)
+    longer.num_computed_tokens = chunks * BLOCK
+    return one.plan({"b": table}, {"b": 3 * BLOCK + 1})
+
+
+@pytest.mark.slow
+def test_layers_are_there_when_they_are_waited_for(rig: Callable[..., Rig]) -> None:
+    """Layer by layer: no layer is let through before its bytes are there, and none of the next is waited for.
+
+    With a `wait` that does not wait the second layer would be read while it is still as it was.
+    """
+    one = rig(load="layers")
+    plan = a_layered_load(one)
+    names = one.identity.layers[0]
+    copy_group, order = one.worker.copy_group, []
+    release = threading.Event()
+
+    def second_is_late(load: Any, group: int, leases: Any, cache: Any) -> int:
+        order.append(cache.layout.first_layer)
+        if cache.layout.first_layer == 1:
+            assert release.wait(10)
+        return copy_group(load, group, leases, cache)
+
+    one.worker.copy_group = second_is_late  # type: ignore[method-assign]
+    before = {name: one.tensors[name].clone() for name in names}
+    one.worker.begin(plan)
+    one.worker.load(plan)
+    one.worker.wait_for_layer(names[0])
+    assert torch.equal(one.tensors[names[0]][31:34], before[names[0]][1:4])
+    assert torch.equal(one.tensors[names[1]], before[names[1]])
+    waited: list[bool] = []
+
+    def computing() -> None:
+        one.worker.wait_for_layer(names[1])
+        waited.append(torch.equal(one.tensors[names[1]][31:34], before[names[1]][1:4]))
+
+    thread = threading.Thread(target=computing)
+    thread.start()
+    release.set()
+    thread.join(10)
+    assert waited == [True]
+    assert order == [0, 1]
+    assert one.worker._stores.flush(10)
+    one.worker.save(plan)
+    assert one.worker.failed_blocks() == set()
+    report = one.worker.report()
+    assert report is not None
+    assert report.ended == {plan.loads[0].number: 1}
+    one.scheduler.reported(report)
+    assert one.held() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["adopt", "second band"])
+def test_a_layered_load_that_fails_is_told_and_taints(rig: Callable[..., Rig], where: str) -> None:
+    """A4, A5: however far it came. Everybody is let through; what was computed with it is not saved."""
+    one = rig(load="layers")
+    plan = a_layered_load(one)
+    if where == "adopt":
+        plan.loads[0].exported = plan.loads[0].exported[:-8] + bytes(8)  # a generation that is gone
+    else:
+        copy_group = one.worker.copy_group
+
+        def unlucky(load: Any, group: int, leases: Any, cache: Any) -> int:
+            if cache.layout.first_layer == 1:
+                raise RuntimeError("as the test wants it")
+            return copy_group(load, group, leases, cache)
+
+        one.worker.copy_group = unlucky  # type: ignore[method-assign]
+    one.worker.begin(plan)
+    one.worker.load(plan)
+    for name in one.identity.layers[0]:
+        one.worker.wait_for_layer(name)
+    assert one.worker._stores.flush(10)
+    one.worker.save(plan)
+    assert one.worker.failed_blocks() == {31, 32, 33}
+    assert one.worker.failed_blocks() == set()
+    report = one.worker.report()
+    assert report is not None
+    assert (report.failed, report.tainted_epoch) == ({"b"}, 0)
+    counted = one.worker.counters.totals()
+    assert (counted["load_failures"], counted["saves_tainted"], counted["saved_chunks"]) == (1, 3, 3)
+    one.scheduler.reported(report)
     assert one.held() == 0
