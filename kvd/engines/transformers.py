@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import torch
+from transformers import StoppingCriteriaList
 
 from kvd import Published, limits
 from kvd.clientlib.chain import Chain
@@ -38,6 +39,7 @@ from kvd.clientlib.families import FamilyLeases
 from kvd.clientlib.namespace import Namespace
 from kvd.clientlib.store import Store, connect
 from kvd.engines import transformers_cache as caches
+from kvd.engines import transformers_states as states
 from kvd.engines import transformers_weights as weights
 from kvd.engines.common import manifest_from
 from kvd.errors import KvdError, UnavailableError, UsageError
@@ -73,6 +75,7 @@ class Counters:
     chunks_stored: int = 0
     bytes_stored: int = 0
     bypassed: int = 0
+    unaligned: int = 0
     failures: int = 0
     last_failure: str = ""
 
@@ -249,6 +252,14 @@ class Adapter:
             )
         if tokens < self.chunk_tokens or not self._in_use() or time.monotonic() < self._not_before_s:
             return 0
+        if self.kept.has_states and tokens % self.chunk_tokens:
+            self.counters.unaligned += 1
+            self._warn(
+                "unaligned",
+                f"not stored: a cache of {tokens} tokens with states, which can be kept only where a chunk of "
+                f"{self.chunk_tokens} ends; generate() and prefill() see to that",
+            )
+            return 0
         namespace = self._namespace()
         chain = namespace.chain(ids[:tokens], self.chunk_tokens)
         stored = 0
@@ -321,13 +332,30 @@ class Adapter:
             return self.model.generate(ids, **options)
         cache, known = self.prefill(ids) if self.kept.has_states else self.load(ids)
         options = {**options, "attention_mask": torch.ones_like(ids), self.kept.cache_name: cache}
-        if self.kept.only_states and known:  # Transformers cuts ids by the length of a cache that knows it
-            options["attention_mask"] = options["attention_mask"][:, known:]
-            out = self.model.generate(ids[:, known:], **options)
-            return _with_front(out, ids[:, :known])
+        if self.kept.has_states:
+            return self._generate_states(ids, cache, known, options)
         out = self.model.generate(ids, **options)
-        if not self.kept.has_states:
-            self.save(cache, out if torch.is_tensor(out) else out.sequences)
+        self.save(cache, out if torch.is_tensor(out) else out.sequences)
+        return out
+
+    def _generate_states(self, ids: torch.Tensor, cache: Any, known: int, options: dict[str, Any]) -> Any:
+        """Generate, and store the answer up to its last full chunk, with the states as they were there."""
+        front = known if self.kept.only_states else 0
+        passed = states.Boundaries(
+            self.kept, cache, self.chunk_tokens, front, lambda take: self._shielded("snapshot", take, None)
+        )
+        options["stopping_criteria"] = StoppingCriteriaList(
+            [*(options.get("stopping_criteria") or ()), passed]
+        )
+        if front:  # Transformers cuts ids by the length of a cache that knows it
+            options["attention_mask"] = options["attention_mask"][:, front:]
+            out = _with_front(self.model.generate(ids[:, front:], **options), ids[:, :front])
+        else:
+            out = self.model.generate(ids, **options)
+        if passed.tokens > known:
+            everything = out if torch.is_tensor(out) else out.sequences
+            then = states.cut(self.kept, cache, passed.tokens, passed.states)
+            self.save(then, everything[:, : passed.tokens])
         return out
 
     def _takes(self, ids: torch.Tensor, options: dict[str, Any]) -> bool:
@@ -374,11 +402,15 @@ class Adapter:
             self.counters.failures += 1
             reason = error.code if isinstance(error, KvdError) else type(error).__name__
             self.counters.last_failure = f"{what}: {reason}: {error}"
-            now = time.monotonic()
-            if now >= self._said.get(f"{what} {reason}", 0.0):
-                self._said[f"{what} {reason}"] = now + _QUIET_S
-                log.warning("%s failed, computed instead: %s: %s", what, reason, error)
+            self._warn(f"{what} {reason}", f"{what} failed, computed instead: {reason}: {error}")
             return otherwise
+
+    def _warn(self, kind: str, text: str) -> None:
+        """Once in `_QUIET_S` for each kind."""
+        now = time.monotonic()
+        if now >= self._said.get(kind, 0.0):
+            self._said[kind] = now + _QUIET_S
+            log.warning("%s", text)
 
 
 def _with_front(out: Any, front: torch.Tensor) -> Any:

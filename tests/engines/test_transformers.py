@@ -26,6 +26,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from kvd.engines import transformers as engine  # noqa: E402
 from kvd.engines import transformers_cache as caches  # noqa: E402
+from kvd.engines import transformers_states as states  # noqa: E402
 from kvd.engines import transformers_weights as weights  # noqa: E402
 from kvd.layout.geometry import Rule  # noqa: E402
 
@@ -147,7 +148,7 @@ def test_a_loaded_prefix_is_the_live_one_and_every_group_of_it_counts(
     assert (writer.counters.failures, reader.counters.failures) == (0, 0)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "jamba", "mamba"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "jamba", "qwen3_next", "mamba"])
 def test_generate_gives_the_tokens_of_a_run_without_kvd_and_turns_build_on_each_other(
     store: kvd.Store, model_type: str
 ) -> None:
@@ -164,18 +165,47 @@ def test_generate_gives_the_tokens_of_a_run_without_kvd_and_turns_build_on_each_
         assert talk.tokens == wanted
         assert answer == wanted[len(before) + len(said) :]
         reused.append(counters.tokens_reused - asked)
-    # A turn finds the chunks of everything before it; where there are states, those of the prompt before it.
-    lengths = (0, 31, 62)
-    if talk.adapter.kept.has_states:
-        assert reused == [0, 20 // CHUNK * CHUNK, 51 // CHUNK * CHUNK]
-    else:
-        assert reused == [0, *((length - 1) // CHUNK * CHUNK for length in lengths[1:])]
+    # A turn finds the chunks of everything before it, answers included: states were kept where their last chunk ends.
+    assert reused == [0, *((length - 1) // CHUNK * CHUNK for length in (31, 62))]
     second.tokens = list(first.tokens)
     second.extend(prompt(9)[0].tolist(), **GREEDY)
     assert second.adapter.counters.tokens_reused == 0, "another salt"
     again = engine.Conversation(store, model, chunk_tokens=CHUNK, salt="")
     assert again.adapter is first.adapter
     assert first.adapter.counters.failures == second.adapter.counters.failures == 0
+
+
+def test_a_cache_with_states_that_ends_within_a_chunk_is_refused_by_name(
+    store: kvd.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """States cannot be cut. Fails if such a cache is stored, or nothing says why it was not."""
+    model, ids = build("jamba"), prompt(2 * CHUNK + 3)
+    one = engine.Adapter(store, model, chunk_tokens=CHUNK)
+    cache, _ = one.load(ids)
+    run(model, ids, cache)
+    with caplog.at_level(logging.WARNING):
+        assert one.save(cache, ids) == 0
+        assert one.save(cache, ids) == 0
+    assert (one.counters.unaligned, one.counters.failures) == (2, 0)
+    assert [record.message for record in caplog.records].count(caplog.messages[0]) == 1
+    assert f"{2 * CHUNK + 3} tokens with states" in caplog.messages[0]
+
+
+def test_a_snapshot_that_cannot_be_taken_leaves_the_answer_alone(
+    store: kvd.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails without the shield around what generation calls."""
+    model, ids = build("jamba"), prompt(CHUNK + 1)
+    wanted = model.generate(ids, **GREEDY)
+
+    def fail(*_given: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(states, "snapshot", fail)
+    one = engine.Adapter(store, model, chunk_tokens=CHUNK)
+    assert torch.equal(one.generate(ids, **GREEDY), wanted)
+    assert one.counters.failures >= 1
+    assert one.counters.last_failure.startswith("snapshot: RuntimeError")
 
 
 SECOND = """
