@@ -641,7 +641,7 @@ def test_a_client_that_closes_with_open_reservations_leaves_nothing(daemon: Any)
 
 
 def test_a_child_that_drops_what_it_inherited_ends_nothing(daemon: Any) -> None:
-    """Fails if the finaliser speaks for the parent: its slot would be somebody else's. Two things prevent that, and both
+    """Fails if the finaliser speaks for the parent: its slot would be another.s. Two things prevent that, and both
     must be left out to see it: that the finaliser looks at its process, and that the native client does.
     """
     running = daemon()
