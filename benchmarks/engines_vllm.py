@@ -13,6 +13,7 @@ float32, block size 32.
     store_overlap                 throughput while all of that is stored ÷ no kvd
     vllm_daemon_down              throughput with kvd configured and no daemon ÷ no kvd
     scheduler_hook_p50_us         match, leases, metadata of a step that loads 128 blocks; p99 beside a control loop's
+    scheduler_alone_p50_us        the same hooks called one after the other, without an engine's steps between them
     scheduler_arrival_p50_us      naming those 128 blocks, once a request, when it is queued
     scheduler_allocated_p50_us    the promise, when its blocks are allocated
 
@@ -45,9 +46,9 @@ TARGETS = {
     "scheduler_hook_p50_us": ("<=", 100.0),
 }
 REPORTED = (
-    "vllm_daemon_down", "scheduler_hook_p99_us", "scheduler_arrival_p50_us", "scheduler_allocated_p50_us",
-    "control_p50_us", "control_p99_us",
-)  # fmt: skip
+    "vllm_daemon_down", "scheduler_hook_p99_us", "scheduler_alone_p50_us", "scheduler_alone_p99_us",
+    "scheduler_arrival_p50_us", "scheduler_allocated_p50_us", "control_p50_us", "control_p99_us",
+)  # fmt: skip  # fmt: skip
 
 
 # -- an engine, in a process of its own -----------------------------------------------------------------------
@@ -71,7 +72,7 @@ def serve(given: dict[str, Any]) -> None:
         elif ask["do"] == "counters":
             answer = engine.counters()
         elif ask["do"] == "hooks":
-            answer = hooks(engine, ask["rounds"])
+            answer = hooks(engine, ask["rounds"]) | hooks_alone(engine, 20 * ask["rounds"])
         else:
             prompt = lib.prompt_of(ask["tokens"], ask["seed"])
             began = time.perf_counter()
@@ -105,6 +106,40 @@ def hooks(engine: Any, rounds: int) -> dict[str, Any]:
         control.append(time.perf_counter_ns() - began)
     found = {"hook_us": taken, "control_us": control, "arrival_us": arrivals, "allocated_us": allocations}
     return {name: [t / 1e3 for t in times] for name, times in found.items()}
+
+
+def hooks_alone(engine: Any, rounds: int) -> dict[str, Any]:
+    """The same hooks called one after the other, no engine between them: what the code costs while caches are warm."""
+    from types import SimpleNamespace
+
+    import vllm_lib as lib
+
+    from kvd.engines.vllm_messages import Report
+
+    connector = engine.connectors[0]
+    side, seen = connector.scheduler, []
+    arrived = side.arrived
+    side.arrived = lambda request: (seen.append(request), arrived(request))
+    engine.reset()
+    engine.run(lib.prompt_of(LONG_TOKENS, 777), 1)
+    side.arrived = arrived
+    hashes, block_ids = list(seen[0].block_hashes), list(range(1, LONG_TOKENS // 32 + 1))
+    blocks = SimpleNamespace(get_block_ids=lambda: (block_ids,))
+    connector.hook_ns.clear()
+    for n in range(rounds):
+        request = SimpleNamespace(
+            request_id=f"alone-{n}", num_tokens=LONG_TOKENS, num_prompt_tokens=LONG_TOKENS, num_computed_tokens=0,
+            num_preemptions=0, lora_request=None, block_hashes=hashes,
+        )  # fmt: skip
+        connector.on_new_request(request)
+        found, _ = connector.get_num_new_matched_tokens(request, 0)
+        assert found == LONG_TOKENS - 1, found
+        connector.update_state_after_alloc(request, blocks, found)
+        step = SimpleNamespace(kv_connector_block_state=None, num_scheduled_tokens={request.request_id: 1})
+        plan = connector.build_connector_meta(step)
+        connector.request_finished(request, [])
+        side.reported(Report(ended={load.number: 1 for load in plan.loads}))
+    return {"alone_us": [t / 1e3 for t in connector.hook_ns]}
 
 
 def timed(side: Any, name: str) -> list[int]:
@@ -296,7 +331,7 @@ def measure(folder: Path, model: Path, rounds: int) -> dict[str, Any]:
             storing = engines["storing"]
             result = first_tokens(storing, rounds) | throughput(engines, rounds)
             taken = storing.ask("hooks", rounds=10 * rounds)
-            for name in ("hook", "arrival", "allocated"):
+            for name in ("hook", "arrival", "allocated", "alone"):
                 result[f"scheduler_{name}_p50_us"] = quantile(taken[f"{name}_us"], 0.5)
                 result[f"scheduler_{name}_p99_us"] = quantile(taken[f"{name}_us"], 0.99)
             result["control_p50_us"] = quantile(taken["control_us"], 0.5)
