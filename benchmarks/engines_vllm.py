@@ -48,7 +48,7 @@ TARGETS = {
 REPORTED = (
     "vllm_daemon_down", "scheduler_hook_p99_us", "scheduler_alone_p50_us", "scheduler_alone_p99_us",
     "scheduler_arrival_p50_us", "scheduler_allocated_p50_us", "control_p50_us", "control_p99_us",
-)  # fmt: skip  # fmt: skip
+)  # fmt: skip
 
 
 # -- an engine, in a process of its own -----------------------------------------------------------------------
