@@ -239,7 +239,7 @@ def test_pages_of_a_hybrid_model_reach_another_engine_through_v2(
     daemon: Any, engine: Any, hybrid: Path
 ) -> None:
     """Two pools: all pages of the full layers, the last two of the sliding ones. Fails if a pool's pages are not
-    stored, or a prefix is promised whose windows are gone.
+    stored, or a prefix is used whose windows are damaged.
 
     Tokens are not compared: without CUDA SGLang does not bring loaded pages of a hybrid model to its layers, and
     generates with its own file storage the same other tokens as here. What the pages hold is compared byte for byte in
@@ -250,7 +250,7 @@ def test_pages_of_a_hybrid_model_reach_another_engine_through_v2(
     assert first.ask(PROMPT)[1] == 0
     first.saved(PAGES + 2)
     first.close()
-    second = engine(hybrid, socket=running.socket, layout="layer_first")
+    second = engine(hybrid, socket=running.socket, layout="layer_first", extra={"verify": True})
     assert second.ask(PROMPT)[1] == PAGES * 64
     counted = second.counters()
     page_bytes = 64 * 2 * 2 * 2 * 16 * 4  # tokens, layers of a pool, K and V, heads, width, float32
@@ -259,10 +259,8 @@ def test_pages_of_a_hybrid_model_reach_another_engine_through_v2(
     windows = min((families(running, number) for number in (0, 1, 2)), key=lambda keys: len(keys) or PAGES)
     assert len(windows) == 2
     spoil(running, windows)
-    with kvd.connect(running.socket) as store:  # the daemon withdraws what it finds damaged too
-        assert all(store.report_damage(key, 0) for key in windows)
     assert second.ask(PROMPT)[1] == 0, "no prefix without its windows"
-    assert second.counters()["pages_short"] == PAGES
+    assert second.counters()["failures"] > 0
 
 
 def test_the_engine_goes_on_whatever_becomes_of_the_daemon(
