@@ -28,23 +28,28 @@ def main() -> int:
     parser.add_argument("model", help="a folder with a checkpoint, or a name on the hub")
     parser.add_argument("--socket", help="of the daemon; default: KVD_SOCKET, else /run/kvd/kvd.sock")
     parser.add_argument("--salt", default="", help="a secret that keeps these pages apart")
+    parser.add_argument(
+        "--engine", type=json.loads, default={}, help="more options of sglang.Engine, as JSON"
+    )
+    parser.add_argument("--backend", type=json.loads, default={}, help="more of the extra config, as JSON")
     options = parser.parse_args()
     import sglang
 
     backend = {
         "backend_name": "kvd", "module_path": "kvd.engines.sglang", "class_name": "KvdHiCache", "interface_v1": 1,
-        "salt": options.salt,
+        "salt": options.salt, **options.backend,
     }  # fmt: skip
     if options.socket:
         backend["socket"] = options.socket
-    engine = sglang.Engine(
-        model_path=options.model,
-        enable_hierarchical_cache=True,
-        hicache_write_policy="write_through",
-        hicache_storage_backend="dynamic",
-        hicache_storage_backend_extra_config=json.dumps(backend),
-        hicache_storage_prefetch_policy="wait_complete",
-    )
+    settings = {
+        "model_path": options.model,
+        "enable_hierarchical_cache": True,
+        "hicache_write_policy": "write_through",
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps(backend),
+        "hicache_storage_prefetch_policy": "wait_complete",
+    }
+    engine = sglang.Engine(**settings, **options.engine)
     begin = time.perf_counter()
     answer = engine.generate(PROMPT, sampling_params={"temperature": 0, "max_new_tokens": 32})
     took_s, meta = time.perf_counter() - begin, answer["meta_info"]
