@@ -186,7 +186,7 @@ class App:
             config, self.domain, self.clients, self.runner, self.population.progress, self.supervisor,
             self.verifier, self.blockers,
         )  # fmt: skip
-        turns = Turns(self._loop, self.domain.clock, guard)
+        turns = Turns(self._loop, guard)
         self.admin = Admin(
             self.domain, self.runner, self.report, self.verifier, config, self._stop_asked, turns
         )

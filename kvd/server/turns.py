@@ -11,11 +11,11 @@ Invariant: between two steps that together took TURN_NS the loop goes round.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Final
 
-from kvd.clock import Clock
 from kvd.server.supervise import Guard
 
 TURN_NS: Final = 250_000
@@ -29,16 +29,18 @@ Step = Callable[[], bool]
 class Turns:
     """See the module."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock, guard: Guard) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, guard: Guard, now_ns: Callable[[], int] = time.monotonic_ns
+    ) -> None:
         self._loop = loop
-        self._clock = clock
+        self._now_ns = now_ns
         self._guard = guard
         self._users: deque[int] = deque()  # who has work, the next one first
         self._connections: dict[int, deque[Hashable]] = {}  # of each user, the next one first
         self._work: dict[tuple[int, Hashable], deque[Step]] = {}
         self._scheduled = False
         self._credit_ns = CREDIT_NS
-        self._counted_ns = clock.now_ns()
+        self._counted_ns = now_ns()
 
     @property
     def waiting_count(self) -> int:
@@ -64,13 +66,14 @@ class Turns:
     def _run(self) -> None:
         """One turn; the next one comes when the loop went round, or later if more than the share was used."""
         self._scheduled = True
-        began_ns = now_ns = self._clock.now_ns()
+        began_ns = now_ns = self._now_ns()
         self._credit_ns = min(CREDIT_NS, self._credit_ns + int((began_ns - self._counted_ns) * SHARE))
         while self._users and now_ns - began_ns < TURN_NS:
             self._step()
-            now_ns = self._clock.now_ns()
-        self._credit_ns -= now_ns - began_ns
-        self._counted_ns = now_ns
+            now_ns = self._now_ns()
+        # A process that was stopped in the middle of a step has not used that time: nobody waits for it for long.
+        self._credit_ns = max(-CREDIT_NS, self._credit_ns - (now_ns - began_ns))
+        self._counted_ns = began_ns
         if self._credit_ns >= 0:
             self._loop.call_soon(self._guard, self._again)
         else:
