@@ -147,7 +147,7 @@ def fill(running: Any) -> None:
 
 
 def test_those_who_look_at_everything_all_the_time_cost_the_others_little(daemon: Any, capsys: Any) -> None:
-    """Without turns each of hundreds of listings and searches is a stall of its own: see p99 of the writes."""
+    """Without turns each of hundreds of listings and searches is a stall of its own: writes took seconds."""
     running = daemon(pool={"size": "96MiB", "families_max": 120_000})
     fill(running)
 
@@ -155,7 +155,7 @@ def test_those_who_look_at_everything_all_the_time_cost_the_others_little(daemon
         assert row["name"] == "misuser-look"
         assert running.call("status")["counters"]["control_connections"] > 48
 
-    compare(running, "look", capsys, look, bound_s=0.02)
+    compare(running, "look", capsys, look, bound_s=0.25)
 
 
 def _row(running: Any, pid: int) -> Any:
