@@ -263,6 +263,16 @@ def _until_attached(engine: Engine, limit_s: float = 20.0) -> float:
     return limit_s
 
 
+def _times(engine: Engine, seed: int) -> list[float]:
+    """How long each of four new prompts takes."""
+    times = []
+    for n in range(4):
+        began = time.monotonic()
+        engine.run(prompt_of(800, seed + n), TOKENS)
+        times.append(time.monotonic() - began)
+    return times
+
+
 def stopped_daemon(given: dict[str, Any]) -> dict[str, Any]:
     """The daemon is stopped (SIGSTOP): new prompts and hits go on as if nothing were."""
     engine = engine_of(given)
@@ -270,16 +280,10 @@ def stopped_daemon(given: dict[str, Any]) -> dict[str, Any]:
     known = prompt_of(2000)
     result: dict[str, Any] = {"cold": engine.run(known, TOKENS)}
     engine.counters()
-    began = time.monotonic()
-    for n in range(4):
-        engine.run(prompt_of(800, 10 + n), TOKENS)
-    result["running_s"] = time.monotonic() - began
+    result["running_s"] = _times(engine, 10)
     ask("stop")
     engine.reset()
-    began = time.monotonic()
-    for n in range(4):
-        engine.run(prompt_of(800, 20 + n), TOKENS)
-    result["stopped_s"] = time.monotonic() - began
+    result["stopped_s"] = _times(engine, 20)
     result["loaded"] = engine.run(known, TOKENS)
     scheduler, worker = engine.connectors
     result["hook_us_max"] = max(scheduler.hook_ns) / 1e3
