@@ -93,6 +93,9 @@ def guided(name: str, options: list[str]) -> None:
     import atheris
     import targets
 
+    if name == "restart":
+        import restarts  # noqa: F401  so that what it runs is instrumented too
+
     atheris.instrument_all()  # after the imports: kvd may be loaded by a loader of its own (editable)
     folder = Path(next(option for option in options if not option.startswith("-")))
     for data in targets.SEEDS[name]():

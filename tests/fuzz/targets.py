@@ -33,7 +33,6 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "unit" / "shm")]
 
 import msgpack  # noqa: E402
-import restarts  # noqa: E402
 import structlog  # noqa: E402
 from shm_world import World  # noqa: E402
 
@@ -307,6 +306,19 @@ def adopt(data: bytes) -> None:
         later.close()
 
 
+def restart(data: bytes) -> None:
+    """See restarts.py: imported only here, since what is imported is what atheris instruments, for minutes."""
+    import restarts
+
+    restarts.restart(data)
+
+
+def _seed_restart() -> list[bytes]:
+    import restarts
+
+    return restarts.seeds()
+
+
 # --- to start from
 
 
@@ -373,7 +385,7 @@ def _seed_meta() -> list[bytes]:
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     "frames": frames, "payloads": payloads, "config": config, "ring": ring, "meta": meta, "adopt": adopt,
-    "restart": restarts.restart,
+    "restart": restart,
 }  # fmt: skip
 SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "frames": _seed_frames,
@@ -390,5 +402,5 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "ring": _seed_ring,
     "meta": _seed_meta,
     "adopt": lambda: [seed[1:] for seed in _seed_meta() if seed[0]],
-    "restart": restarts.seeds,
+    "restart": _seed_restart,
 }
