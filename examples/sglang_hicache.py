@@ -55,6 +55,7 @@ def main() -> int:
     took_s, meta = time.perf_counter() - begin, answer["meta_info"]
     print(answer["text"])
     print(f"{took_s:.2f} s, {meta['cached_tokens']} of {meta['prompt_tokens']} prompt tokens from kvd")
+    time.sleep(options.linger_s)  # it stores behind its answers, and ends without finishing that
     engine.shutdown()
     return 0
 

@@ -58,6 +58,8 @@ _COUNTERS: Final = (
 _WAIT_AT_START_S: Final = 2.0
 KV: Final = "kv"
 """SGLang's name of the pool that every model has."""
+BATCH_BYTES: Final = 64 << 20
+"""Reserved at once: what is written in one go is neither evicted nor of use to others, and no client may have much."""
 _TRAILING: Final = "trailing_pages"
 _BLOCK_GROUPS: Final = "block_groups"
 T = TypeVar("T")
@@ -390,8 +392,9 @@ class KvdHiCache(HiCacheStorage):
         chain, pages, pool = door.chain(keys, before), door.pages(keys, host_indices), door.pool
         self.counters.add("saves")
         stored: list[bool] = []
-        for first in range(0, len(keys), limits.batch_items_max):
-            part = slice(first, first + limits.batch_items_max)
+        each = max(1, min(limits.batch_items_max, BATCH_BYTES // pool.page_bytes))
+        for first in range(0, len(keys), each):
+            part = slice(first, first + each)
             try:
                 with door.namespace.reserve(
                     chain[part], geom=pool.geometry, split=pool.split, rank=pool.rank, skip_pending=True

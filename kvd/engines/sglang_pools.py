@@ -53,6 +53,12 @@ class Pool:
         """Rows of one page, as kvd counts them."""
         return self.layout.block_tokens
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of this rank's page."""
+        layout = self.layout
+        return layout.layers * layout.block_tokens * sum(plane.size_bytes for plane in layout.planes)
+
     def pieces(self, page: int) -> list[tuple[int, int]]:
         """Address and bytes of each stretch of memory that makes a page, in the order in which the pool tells them."""
         layout = self.layout

@@ -241,6 +241,29 @@ def test_a_prefix_of_a_hybrid_model_ends_where_every_pool_has_what_it_needs(make
 
 
 @pytest.mark.slow
+def test_more_than_a_client_may_write_at_once_is_stored_in_parts(
+    make: Any, daemon: Any, backend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails if SGLang's batch, whatever its size, is one reservation; order and results are those of the whole."""
+    running, chain, pool = daemon(), keys(5), HostPool("page_first")
+    one = make(pool, running.socket)
+    reserved: list[int] = []
+    page_bytes = 2 * LAYERS * HEADS * DIM * PAGE * 2
+    monkeypatch.setattr(backend, "BATCH_BYTES", 2 * page_bytes + 1)
+    assert one.batch_exists(chain) == 0
+    namespace = one._doors["kv"].namespace
+    reserve = namespace.reserve
+    monkeypatch.setattr(
+        namespace, "reserve", lambda part, **named: reserved.append(len(part)) or reserve(part, **named)
+    )
+    assert one.batch_set_v1(chain, slots([4, 3, 2, 1, 0])) == [True] * 5
+    assert reserved == [2, 2, 1]
+    reader = HostPool("layer_first", seed=6)
+    assert make(reader, running.socket).batch_get_v1(chain, slots([0, 1, 2, 3, 4])) == [True] * 5
+    assert torch.equal(reader.view()[:, :, :5], pool.view()[:, :, [4, 3, 2, 1, 0]])
+
+
+@pytest.mark.slow
 def test_what_may_not_meet_does_not_meet(make: Any, daemon: Any) -> None:
     """Rows A8, A9, E2. SGLang's keys name nothing of the model: fails if the namespace does not."""
     running, chain = daemon(), keys(2)
