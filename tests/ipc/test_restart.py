@@ -528,8 +528,8 @@ def test_a_million_families_are_served_within_two_seconds(
             assert sum(ns.match(chain) for chain in chains) == count
     served_s, started_s, adopting_s = min(tries)
     with capsys.disabled():
-        print(f"\n{count} families: adopted in {adopting_s:.2f} s, READY after {started_s:.2f} s, a client served again "
-              f"after {served_s:.2f} s, the best of {len(tries)}")  # fmt: skip
+        print(f"\n{count} families: adopted in {adopting_s:.2f} s, READY after {started_s:.2f} s, a client served "
+              f"again after {served_s:.2f} s, the best of {len(tries)}")  # fmt: skip
     assert served_s < 2.0
 
 
