@@ -168,7 +168,10 @@ def test_daemon_stopped(running: Any) -> None:
     # Who waits for the daemon waits for a second, at each prompt; other work on the machine slows down single ones.
     assert result["hook_us_max"] < 900_000
     assert min(result["stopped_s"]) < 2 * max(result["running_s"]) + 0.3
-    assert result["counters"]["saves_away"] > 0
+    counted = result["counters"]
+    assert (
+        counted["saves_away"] + counted["saves_gone"] > 0
+    )  # gone: the request ended before the deadline of its save
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])

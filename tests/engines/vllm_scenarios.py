@@ -98,7 +98,7 @@ def one_run(given: dict[str, Any]) -> dict[str, Any]:
         result["counters"] = engine.counters()
         result["short"] = engine.connectors[0].scheduler.identity.manifest.short
     elif given.get("socket"):
-        engine.run(prompt_of(40, 9), 2)  # a step more, which brings the counters of the one before
+        engine.run(prompt_of(20, 9), 2)  # steps without a block, which bring the counters of those before
         result["counters"] = engine.metrics()
     engine.close()
     return result

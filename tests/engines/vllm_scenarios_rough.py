@@ -85,14 +85,14 @@ def _let_room_come_late(engine: Engine, rng: random.Random) -> None:
     do, begin, waiting = worker._stores.do, worker.begin, []
 
     def late(work: Callable[[], None]) -> None:
-        if work.__defaults__ and rng.random() < 0.5:  # a reservation; publishing takes no argument
+        if work.__defaults__ and rng.random() < 0.7:  # a reservation; publishing takes no argument
             waiting.append(work)
         else:
             do(work)
 
     def beginning(plan: Any) -> None:
         begin(plan)
-        while waiting and rng.random() < 0.5:
+        while waiting and rng.random() < 0.3:
             do(waiting.pop(0))
         worker._stores.flush(10)
 
@@ -132,7 +132,7 @@ def poisoned(given: dict[str, Any]) -> dict[str, Any]:
                 break
             core.step()
             preempted = max(preempted, max([r.num_preemptions for r in scheduler.requests.values()] or [0]))
-            if live and rng.random() < 0.1:
+            if live and rng.random() < given.get("abort_chance", 0.04):
                 core.abort_request([live.pop(rng.randrange(len(live)))])
                 aborted += 1
         core.abort_request(live)
