@@ -211,25 +211,23 @@ class Forest:
         if have | class_set != have:
             self.classes_of[run] = self.class_set_row(have | class_set)
 
-    def link(self, before: int, entry: int) -> int:
+    def link(self, before: int, entry: int) -> None:
         """The family `entry` lies directly behind `before`, which the forest learns late if it came first.
 
-        Returns the run that it lay behind until now, NONE if none or if it stays where it is: what is claimed from
-        `entry` on holds that run no longer.
+        It stays where it is if what it lies behind so far would not lie before it any more: who claimed a run that is
+        behind it counts on that. So it does if the path is long. Both cost a worse order of eviction, nothing else.
         """
         run = self.run_of[entry]
         members = self.members[run]
-        at = 0 if members[0] == entry else members.index(entry)
-        known = members[at - 1] if at else self._tail(self.parent[run])
-        if known == before:
-            return NONE
-        path = self.short_path(self.run_of[before])
-        if path is None or run in path:
-            return NONE  # a client that names keys in a circle gets no circle; behind a long path it stays a root
-        self.linked.append((entry, before))
-        if at:
-            self.split(run, at)
+        if members[0] != entry:
+            return  # the family before it is in its run already, whoever says otherwise
         left = self.parent[run]
+        if self._tail(left) == before:
+            return
+        path = self.short_path(self.run_of[before])
+        if path is None or run in path or (left != NONE and left not in path[1:]):
+            return  # a client that names keys in a circle gets no circle
+        self.linked.append((entry, before))
         parent = self.ending_at(before)
         self.pins.detach(run)
         self._unlink_child(run)
@@ -241,7 +239,6 @@ class Forest:
                 self.policy.reused(one, self.run_bytes[one])
             else:
                 self.policy.refreshed(one)
-        return left
 
     def refresh(self, run: int, now_ns: int) -> None:
         """The run and all before it become the warmest of their lists, the root last; a long path stays."""

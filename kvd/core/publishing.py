@@ -341,7 +341,7 @@ class Publishing:
             self._end_promises(other, (family,))
             behind = known[family + 1] if family + 1 < other.families_count else NONE
             if behind != NONE and forest.is_used(behind):
-                self._link(entry, behind)
+                forest.link(entry, behind)
             runs.append(forest.run_of[entry])
         for run in runs:
             forest.claim(run)
@@ -358,28 +358,15 @@ class Publishing:
         if before == NONE and before_key8:
             books.orphans.add_family(before_key8, reservation.key8s[begin], known[begin])
         if end < reservation.families_count and known[end] != NONE and forest.is_used(known[end]):
-            self._link(known[end - 1], known[end])
+            forest.link(known[end - 1], known[end])
         for at in books.orphans.awaited(reservation.key8s[begin:end]):
             entry = known[begin + at]
             children, waiting = books.orphans.take(reservation.key8s[begin + at])
             for key8, child in children.items():
                 if forest.is_used(child) and forest.key8_of[child] == key8:
-                    self._link(entry, child)
+                    forest.link(entry, child)
             for number in waiting:
                 self._learn(books.reservations.live[number], {reservation.key8s[begin + at]: entry})
-
-    def _link(self, before: int, entry: int) -> None:
-        """Put a family behind its prefix; who holds what it lay behind until now by it alone claims that itself."""
-        books = self._books
-        forest = books.forest
-        if forest.link(before, entry) == NONE:
-            return
-        for reservation in books.reservations.live.values():
-            known = (*reservation.entries, reservation.parent_entry)
-            runs = {forest.run_of[one] for one in known if one != NONE and forest.is_used(one)}
-            for run in runs.difference(reservation.claimed):
-                forest.claim(run)
-                reservation.claimed.append(run)
 
     def _tell_differences(
         self, reservation: Reservation, items: Sequence[int], checksums: array[int], answer: Published

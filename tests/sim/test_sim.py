@@ -24,7 +24,7 @@ def test_no_promise_is_broken() -> None:
 
 
 def test_families_that_are_moved_keep_what_they_lay_behind_claimed() -> None:
-    """Found by the simulation. Fails if `Publishing._link` does not claim what a moved run lay behind before."""
+    """Found by the simulation. Fails if `Forest.link` moves a run away from what it lies behind."""
     assert first_failure([5012194867]) is None
 
 
