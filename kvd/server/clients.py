@@ -121,7 +121,8 @@ class Clients:
 
     def attach(self, peer: Peer, name: str, *, writable: bool) -> tuple[Client, list[int], socket.socket]:
         """A new client: (client, descriptors to send: META, CLIENT, wake and the segments, the client's end of the
-        wake socket, to be closed once it is sent). Raises CapacityError(clients), UsageError(gone).
+        wake socket, to be closed once it is sent). Raises CapacityError(clients, attach), UsageError(gone),
+        UnavailableError(keep).
         """
         if not self._free:
             raise CapacityError(
@@ -132,8 +133,10 @@ class Clients:
         if peer.pidfd is None or peer.exited():
             raise UsageError("the process that connected is gone already", code="gone", pid=peer.pid)
         slot = self._free[-1]
+        client_id = self._next_id
+        self._next_id += 1
         try:
-            region, fd, ours, theirs = self._make(slot)
+            region, fd, ours, theirs = self._make(slot, client_id)
         except OSError as error:
             raise CapacityError(
                 f"the daemon has no descriptors or memory for another client ({error.strerror}); end some, or raise "
@@ -141,8 +144,7 @@ class Clients:
                 code="attach", errno=error.errno or 0, retry=Retry.AFTER,
             ) from error  # fmt: skip
         now_ns = self._domain.clock.now_ns()
-        client = Client(slot, self._next_id, name, peer, writable, region, fd, ours, now_ns)
-        self._next_id += 1
+        client = Client(slot, client_id, name, peer, writable, region, fd, ours, now_ns)
         self._free.pop()
         self.by_slot[slot] = client
         self._domain.table.attach(slot, region, peer.pid, peer.start_ticks, client.client_id, now_ns)
@@ -154,7 +156,7 @@ class Clients:
         logs.audit("attached", uid=peer.uid, pid=peer.pid, slot=slot, client=name, writable=writable)
         return client, [self._domain.meta_fd, fd, theirs.fileno(), *pool_fds], theirs
 
-    def _make(self, slot: int) -> tuple[_native.Region, int, socket.socket, socket.socket]:
+    def _make(self, slot: int, client_id: int) -> tuple[_native.Region, int, socket.socket, socket.socket]:
         fd = segments.create(f"kvd-client-{slot}")
         try:
             region = _native.Region(
@@ -167,8 +169,14 @@ class Clients:
             os.close(fd)
             raise
         ours.setblocking(False)
-        # Before it can hold anything: the next daemon must see what it holds.
-        self._keep.store(client_name(self._next_id), fd)
+        try:  # before it can hold anything: the next daemon must see what it holds
+            self._keep.store(client_name(client_id), fd)
+        except BaseException:
+            self._keep.remove(client_name(client_id))
+            for end in (ours, theirs):
+                end.close()
+            os.close(fd)
+            raise
         return region, fd, ours, theirs
 
     def detach(

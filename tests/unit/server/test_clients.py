@@ -11,12 +11,13 @@ import pytest
 
 from kvd import limits
 from kvd.core import publishing
-from kvd.errors import CapacityError, ProtocolError
+from kvd.errors import CapacityError, ProtocolError, UnavailableError
 from kvd.layout.manifest import Manifest
 from kvd.server import clients as clients_module
 from kvd.server import names
 from kvd.server import runner as runners
 from kvd.server.clients import Held, State
+from kvd.server.keeping import Nobody
 from kvd.shm import messages
 from kvd.shm.messages import Published, Sq
 
@@ -235,6 +236,31 @@ def test_attach_without_descriptors_is_a_capacity_error(world, monkeypatch):
     assert caught.value.code == "KVD-CAPACITY-ATTACH"
     assert good.client.attached
     assert here.attach().client.slot == 1
+
+
+def test_attach_whose_region_is_not_kept_leaves_nothing(world, monkeypatch):
+    """Fails if the region is not closed: each attach leaked a descriptor and its memory."""
+    here = world()
+    peer = here.attach().client.peer
+    removed = []
+
+    class Full(Nobody):
+        def store(self, name, fd):
+            raise UnavailableError(f"nobody took {name}", code="keep", name=name)
+
+        def remove(self, name):
+            removed.append(name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(here.clients, "_keep", Full())
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            with pytest.raises(UnavailableError, match="nobody took"):
+                here.clients.attach(peer, "c", writable=True)
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == before
+    assert removed == ["kvd-client-2", "kvd-client-3", "kvd-client-4"]
+    assert here.attach().client.client_id == 5
 
 
 def test_one_client_gets_its_share_of_what_is_being_written(world, keys):
