@@ -106,14 +106,17 @@ class _Ends:
             self.farewell()
         for loop in list(self.loops):
             try:
-                loop.call_soon_threadsafe(self.leave, loop)
+                if loop.is_running():  # here or elsewhere: it may be in the middle of what `leave` changes
+                    loop.call_soon_threadsafe(self.leave, loop)
+                else:  # nobody says when it runs again
+                    self.leave(loop)
             except RuntimeError:  # closed: it watches nothing any more
                 self.loops.discard(loop)
         if not self.loops:
             self.close()
 
     def leave(self, loop: asyncio.AbstractEventLoop) -> None:
-        """This loop, which runs here, watches no more; the last one closes the descriptors."""
+        """This loop, which runs here or nowhere, watches no more; the last one closes the descriptors."""
         if loop in self.loops:
             self.loops.discard(loop)
             loop.remove_reader(self.wake.fileno())

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import socket
 import threading
 import time
 import weakref
@@ -113,6 +114,41 @@ def test_a_store_that_was_used_on_an_event_loop_and_dropped_is_gone(daemon: Any)
     fds = len(os.listdir("/proc/self/fd"))
     asyncio.run(main())
     assert len(os.listdir("/proc/self/fd")) <= fds
+
+
+def test_stores_that_are_dropped_while_their_loop_stands_still_keep_no_descriptor(daemon: Any) -> None:
+    """Fails if a loop that is kept and not running is left to close them: each store would keep two till it runs again.
+
+    The loop is none the worse for it: the numbers of what was closed are another's, and it watches that.
+    """
+    running = daemon(clients={"max": 5})
+    loop = asyncio.new_event_loop()
+    stores: list[kvd.Store] = []
+
+    async def use() -> None:
+        for seed in range(5):
+            stores.append(await kvd.connect_async(running.socket))
+            ns = namespace(stores[-1])
+            (await ns.reserve_async(chain_of(ns, 1, seed), nbytes=SIZE)).abort()
+
+    async def watch() -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            readable = asyncio.Event()
+            asyncio.get_running_loop().add_reader(ours, readable.set)
+            theirs.send(b"x")
+            await asyncio.wait_for(readable.wait(), WAIT_S)
+            asyncio.get_running_loop().remove_reader(ours)
+
+    with contextlib.closing(loop):
+        fds = len(os.listdir("/proc/self/fd"))
+        loop.run_until_complete(use())
+        assert len(os.listdir("/proc/self/fd")) >= fds + 10
+        stores.clear()
+        gc.collect()
+        until_slots(running, 0)
+        assert len(os.listdir("/proc/self/fd")) <= fds
+        loop.run_until_complete(watch())
 
 
 def test_a_grant_in_flight_at_close_comes_back(daemon: Any) -> None:
