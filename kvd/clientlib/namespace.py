@@ -338,18 +338,14 @@ class Namespace:
         code = arguments.count("split", split, 0, 0xFFFF, "split")
         complete = len(parts)
         if family_members is not None:
-            complete = arguments.count("family_members", family_members, -(1 << 63), 1 << 63, "members")
-        if family_members is None and max(m.index for m in parts) >= complete:
+            complete = arguments.count(
+                "family_members", family_members, 1, limits.members_per_family_max, "members"
+            )
+        elif max(m.index for m in parts) >= complete:
             raise UsageError(
                 f"members {[m.index for m in parts]} are not 0 … {complete - 1}: say with family_members= how many "
                 "make a chunk complete",
                 code="members",
-            )  # fmt: skip
-        if not 0 < complete <= limits.members_per_family_max:
-            raise UsageError(
-                f"family_members is {complete}; allowed: 1 … {limits.members_per_family_max} members that make a chunk "
-                "complete (higher member numbers are optional)",
-                code="members", family_members=complete,
             )  # fmt: skip
         return _Wanted(parts, complete, code)
 

@@ -203,6 +203,9 @@ def test_no_value_is_too_odd_for_a_typed_error(daemon: Any) -> None:
         (lambda ns, c: ns.reserve(c, SIZE, deadline_s=-1), ["deadline_s = -1", "0 … 1e+06"]),
         (lambda ns, c: ns.reserve(c, SIZE, skip_pending="no"), ["skip_pending = 'no'", "True or False"]),
         (lambda ns, c: ns.reserve(c, SIZE, split=True), ["split = True", "integer"]),
+        (lambda ns, c: ns.reserve(c, SIZE, family_members=0), ["family_members = 0", "integer 1 … 128"]),
+        (lambda ns, c: ns.reserve(c, SIZE, family_members=129), ["family_members = 129", "integer 1 … 128"]),
+        (lambda ns, c: ns.reserve(c, SIZE, family_members=2.0), ["family_members = 2.0", "integer 1 … 128"]),
     ],
 )
 def test_a_refusal_names_the_argument_its_value_and_what_is_allowed(
