@@ -335,7 +335,7 @@ class Adapter:
         if self.kept.has_states:
             return self._generate_states(ids, cache, known, options)
         out = self.model.generate(ids, **options)
-        self.save(cache, out if torch.is_tensor(out) else out.sequences)
+        self._shielded("save", lambda: self.save(cache, _sequences(out)), 0)
         return out
 
     def _generate_states(self, ids: torch.Tensor, cache: Any, known: int, options: dict[str, Any]) -> Any:
@@ -353,10 +353,13 @@ class Adapter:
         else:
             out = self.model.generate(ids, **options)
         if passed.tokens > known:
-            everything = out if torch.is_tensor(out) else out.sequences
-            then = states.cut(self.kept, cache, passed.tokens, passed.states)
-            self.save(then, everything[:, : passed.tokens])
+            self._shielded("save", lambda: self._save_passed(cache, _sequences(out), passed), 0)
         return out
+
+    def _save_passed(self, cache: Any, ids: torch.Tensor, passed: states.Boundaries) -> int:
+        """Store what generation has passed, up to the last chunk whose states were taken."""
+        then = states.cut(self.kept, cache, passed.tokens, passed.states)
+        return self.save(then, ids[:, : passed.tokens])
 
     def _takes(self, ids: torch.Tensor, options: dict[str, Any]) -> bool:
         chosen = options.get("generation_config") or self.model.generation_config
@@ -411,6 +414,12 @@ class Adapter:
         if now >= self._said.get(kind, 0.0):
             self._said[kind] = now + _QUIET_S
             log.warning("%s", text)
+
+
+def _sequences(out: Any) -> torch.Tensor:
+    """The ids in what `model.generate` returned."""
+    ids: torch.Tensor = out if torch.is_tensor(out) else out.sequences
+    return ids
 
 
 def _with_front(out: Any, front: torch.Tensor) -> Any:

@@ -208,6 +208,24 @@ def test_a_snapshot_that_cannot_be_taken_leaves_the_answer_alone(
     assert one.counters.last_failure.startswith("snapshot: RuntimeError")
 
 
+@pytest.mark.parametrize("model_type", ["jamba", "mamba"])
+def test_states_that_cannot_be_cut_leave_the_answer_alone(
+    store: kvd.Store, monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    """Fails if anything that follows generation is outside the shield: the answer is there and would be lost."""
+    model, ids = build(model_type), prompt(CHUNK + 1)
+    wanted = model.generate(ids, **GREEDY)
+
+    def fail(*_given: Any) -> Any:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(states, "cut", fail)
+    one = engine.Adapter(store, model, chunk_tokens=CHUNK)
+    assert torch.equal(one.generate(ids, **GREEDY), wanted)
+    assert one.counters.failures == 1
+    assert one.counters.last_failure == "save: RuntimeError: no memory"
+
+
 SECOND = """
 import sys; sys.path.insert(0, sys.argv[1])
 import test_transformers as t
