@@ -221,7 +221,9 @@ class KvdConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.begin(self._plan)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads of this step, and those that go on between steps. Each load catches its own errors and tells them."""
+        """Loads of this step, and those that go on between steps. Unguarded, since silence would be garbage: whatever
+        goes wrong with a load, the worker tells that it failed and does not raise.
+        """
         if self.worker is not None and self._plan.loads:
             self.worker.load(self._plan)
 

@@ -2,7 +2,8 @@
 
 Owned by a WorkerSide with `load="layers"` and one block table. The engine's main thread begins a step and waits for a
 band where a layer of it is about to be computed; the load thread copies, and says which bands are there. Whatever goes
-wrong, every band is let through: a load that failed is told at the end of the step, as any other.
+wrong, every band is let through: a load that failed is told at the end of the step, as any other. A load has failed
+unless it is known to have arrived in every band, so that whatever ends the copying early cannot pass garbage off.
 
     begun ── band 0 there ── band 1 there ── … ──▶ through ── finish ──▶ idle
                └── an error: the load is failed, its other bands are not copied ──▶ through
@@ -52,9 +53,9 @@ class LayerLoads:
             for number, band in enumerate(self._bands)
         ]  # fmt: skip
 
-    def begin(self) -> None:
-        """On the main thread: a step with loads begins."""
-        self._failed = []
+    def begin(self, loads: Sequence[Load]) -> None:
+        """On the main thread: a step with loads begins. Until they have arrived all of them count as failed."""
+        self._failed = list(loads)
         self._under_way = True
         self._through.clear()
         for there in self._there:
@@ -63,18 +64,20 @@ class LayerLoads:
     def copy(
         self, loads: Sequence[tuple[Load, CopyBand | None]], failed: Callable[[Load, Exception], None]
     ) -> None:
-        """On the load thread: band by band, each of all loads; None: this one has failed already. Never raises."""
+        """On the load thread: band by band, each of all loads; None: this one has failed already.
+
+        `loads`: those that began, in any state. What raises nevertheless leaves all of them failed.
+        """
         going = {number: copy for number, (_, copy) in enumerate(loads) if copy is not None}
-        self._failed = [load for load, copy in loads if copy is None]
         for band, there in enumerate(self._there):
             for number, copy in list(going.items()):
                 try:
                     copy(band)
                 except Exception as error:  # noqa: BLE001  the engine is told that the load failed, whatever it was
                     del going[number]
-                    self._failed.append(loads[number][0])
                     failed(loads[number][0], error)
             there.set()
+        self._failed = [load for number, (load, _) in enumerate(loads) if number not in going]
 
     def end(self) -> None:
         """On the load thread, whatever happened: nobody waits for anything any more."""

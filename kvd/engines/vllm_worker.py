@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvd.clientlib.caches import EngineCache
@@ -212,8 +213,8 @@ class WorkerSide:
                 job = _Job(
                     save.request, save.adapter, plan.generation, plan.epoch, self._pieces(save), chunks
                 )
-                self._jobs.append(job)
-                self._stores.do(lambda job=job: self._reserve(caches, job))  # type: ignore[misc]
+                self._stores.do(partial(self._reserve, caches, job))
+                self._jobs.append(job)  # one that was not begun would wait for ever
 
     @property
     def _session(self) -> _Caches | None:
@@ -273,18 +274,34 @@ class WorkerSide:
     # -- loads --------------------------------------------------------------------------------------------
 
     def load(self, plan: Plan) -> None:
-        """Fill the blocks that were promised: now, beside the step, or between steps on the load thread."""
+        """Fill the blocks that were promised: now, beside the step, or between steps on the load thread.
+
+        Never raises: a load that the thread cannot be given, say because there is none to be had, is a failed one.
+        """
         within = [load for load in plan.loads if not load.between_steps]
         for load in plan.loads:
             if load.between_steps:
-                self._loads.do(lambda load=load: self._load_between(load, plan.generation))  # type: ignore[misc]
+                try:
+                    self._loads.do(partial(self._load_between, load, plan.generation))
+                except Exception as error:  # noqa: BLE001  the engine is told that the load failed, whatever it was
+                    self._not_begun(load, error)
+                    self._ended_between(load, good=False)
         if within and self._layers is not None:
-            self._layers.begin()
-            self._loads.do(lambda: self._load_layers(within, plan.generation))
+            self._layers.begin(within)
+            try:
+                self._loads.do(partial(self._load_layers, self._layers, within, plan.generation))
+            except Exception as error:  # noqa: BLE001  the engine is told that the load failed, whatever it was
+                for load in within:
+                    self._not_begun(load, error)
+                self._layers.end()
             return
         for load in within:
             if not self._load(load, plan.generation):
                 self._tell_failed(load, plan.epoch)
+
+    def _not_begun(self, load: Load, error: Exception) -> None:
+        self._say_failed(load, error)
+        self._count_load(load, -1, 0)
 
     def _tell_failed(self, load: Load, epoch: int) -> None:
         self._failed_blocks |= load.blocks()
@@ -301,9 +318,8 @@ class WorkerSide:
             for load in self._layers.finish():
                 self._tell_failed(load, self._epoch)
 
-    def _load_layers(self, loads: list[Load], generation: str) -> None:
-        """On the load thread, beside the step."""
-        assert self._layers is not None
+    def _load_layers(self, layers: LayerLoads, loads: list[Load], generation: str) -> None:
+        """On the load thread, beside the step. However it ends, each load is counted and nobody waits any more."""
         began_ns = time.monotonic_ns()
         copied = {load.number: 0 for load in loads}
 
@@ -318,7 +334,8 @@ class WorkerSide:
             return copy
 
         with contextlib.ExitStack() as held:
-            held.callback(self._layers.end)
+            held.callback(layers.end)
+            held.callback(self._count_layered, loads, copied, began_ns)
             work: list[tuple[Load, CopyBand | None]] = []
             for load in loads:
                 try:
@@ -328,10 +345,12 @@ class WorkerSide:
                 except Exception as error:  # noqa: BLE001  the engine is told that the load failed, whatever it was
                     failed(load, error)
                     work.append((load, None))
-            self._layers.copy(work, failed)
-            took_ns = (time.monotonic_ns() - began_ns) // len(loads)
-            for load in loads:
-                self._count_load(load, copied[load.number], took_ns)
+            layers.copy(work, failed)
+
+    def _count_layered(self, loads: list[Load], copied: dict[int, int], began_ns: int) -> None:
+        took_ns = (time.monotonic_ns() - began_ns) // len(loads)
+        for load in loads:
+            self._count_load(load, copied[load.number], took_ns)
 
     def taint(self, epoch: int) -> None:
         """A block that the engine computes with holds garbage: nothing that was computed in this epoch is saved."""
@@ -340,7 +359,13 @@ class WorkerSide:
         self._drop([job for job in self._jobs if job.epoch <= epoch], "saves_tainted")
 
     def _load_between(self, load: Load, generation: str) -> None:
-        good = self._load(load, generation)
+        good = False
+        try:
+            good = self._load(load, generation)
+        finally:
+            self._ended_between(load, good=good)
+
+    def _ended_between(self, load: Load, *, good: bool) -> None:
         with self._lock:
             self._through.add(load.request)
             if not good:
@@ -540,10 +565,11 @@ class _Thread:
         self._thread: threading.Thread | None = None
 
     def do(self, work: Callable[[], None]) -> None:
-        """Append; returns at once."""
+        """Append; returns at once. Raises what a thread that cannot be started raises; then nothing is appended."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread  # one that could not be started is tried again, nobody would read its queue
         self._queue.put(work)
 
     def _run(self) -> None:

@@ -321,7 +321,7 @@ def test_blocks_of_a_request_that_is_gone_are_not_read(rig: Callable[..., Rig]) 
     one.scheduler.match(request, 0)
     plan = one.plan({"a": ([1, 2, 3],)}, {"a": request.num_tokens})
     begun = one.worker._stores.do
-    one.worker._stores.do = lambda work: None  # type: ignore[method-assign]  the daemon has not answered yet
+    one.worker._stores.do = lambda work: None  # type: ignore[method-assign]  # the daemon has not answered yet
     one.compute(plan, wait=False)
     one.worker._stores.do = begun  # type: ignore[method-assign]
     assert len(one.worker._jobs) == 1
@@ -341,7 +341,7 @@ def test_a_save_whose_room_comes_late_is_made_after_a_later_step(rig: Callable[.
     one.scheduler.match(request, 0)
     waiting: list[Callable[[], None]] = []
     begun = one.worker._stores.do
-    one.worker._stores.do = waiting.append  # type: ignore[method-assign]
+    one.worker._stores.do = waiting.append  # type: ignore[method-assign, assignment]
     one.compute(one.plan({"a": ([1, 2, 3],)}, {"a": request.num_tokens}), wait=False)
     one.worker._stores.do = begun  # type: ignore[method-assign]
     waiting[0]()
@@ -522,3 +522,79 @@ def test_a_layered_load_that_fails_is_told_and_taints(rig: Callable[..., Rig], w
     assert (counted["load_failures"], counted["saves_tainted"], counted["saved_chunks"]) == (1, 3, 3)
     one.scheduler.reported(report)
     assert one.held() == 0
+
+
+@pytest.mark.slow
+def test_a_layered_load_whose_copying_dies_has_failed(rig: Callable[..., Rig]) -> None:
+    """A4, A5: fails if a load that is not known to have failed counts as arrived: unfilled blocks are used."""
+    one = rig(load="layers")
+    plan = a_layered_load(one)
+    layers = one.worker._layers
+    assert layers is not None
+
+    def dies(*_given: Any) -> None:
+        raise MemoryError("as the test wants it")
+
+    layers.copy = dies  # type: ignore[method-assign, assignment]
+    one.worker.begin(plan)
+    one.worker.load(plan)
+    for name in one.identity.layers[0]:
+        one.worker.wait_for_layer(name)
+    assert one.worker._stores.flush(10)
+    one.worker.save(plan)
+    assert one.worker.failed_blocks() == {31, 32, 33}
+    report = one.worker.report()
+    assert report is not None
+    assert (report.failed, report.tainted_epoch) == ({"b"}, 0)
+    assert report.ended == {plan.loads[0].number: 1}, "else the scheduler holds its leases for ever"
+    assert one.worker.counters.totals()["saves_tainted"] == 3
+    one.scheduler.reported(report)
+    assert one.held() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["layers", "async"])
+def test_loads_that_no_thread_can_be_had_for_have_failed(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Fails if the hook raises, which ends the engine; if the loads are not told, which hangs it or gives it garbage;
+    or if the thread that never ran is given the next load, which then never ends.
+    """
+    one = rig(load=how)
+    start = threading.Thread.start
+
+    def none_left(thread: threading.Thread) -> None:
+        if thread.name == "kvd-load":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    one.store(Request("a", 3 * BLOCK + 1), [1, 2, 3])
+    before = {name: tensor.clone() for name, tensor in one.tensors.items()}
+    for request, lucky in (("b", False), ("c", True)):
+        again = Request(request, 3 * BLOCK + 1)
+        assert one.scheduler.match(again, 0) == (3 * BLOCK, how == "async")
+        one.scheduler.allocated(again, ([31, 32, 33],), 3 * BLOCK)
+        plan = one.plan({}, {})
+        one.worker.begin(plan)
+        with monkeypatch.context() as patched:
+            if not lucky:
+                patched.setattr(threading.Thread, "start", none_left)
+            one.worker.load(plan)
+        assert one.worker._loads.flush(10)
+        for name in one.identity.layers[0]:
+            one.worker.wait_for_layer(name)
+        one.worker.save(plan)
+        failed = set() if lucky else {request}
+        if how == "async":
+            assert one.worker.through() == ({request}, failed)
+        else:
+            assert one.worker.failed_blocks() == (set() if lucky else {31, 32, 33})
+        report = one.worker.report()
+        assert report is not None
+        assert (report.failed, report.ended) == (failed, {plan.loads[0].number: 1})
+        one.scheduler.reported(report)
+        one.scheduler.finished(again)
+        assert one.held() == 0
+    for name, tensor in one.tensors.items():
+        assert torch.equal(tensor[31:34], before[name][1:4])
+    assert one.worker.counters.totals()["load_failures"] == 1
