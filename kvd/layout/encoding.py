@@ -59,8 +59,8 @@ def encode(value: object, *, where: str = "value") -> bytes:
     parts: list[bytes] = []
     _encode(value, where, 0, parts)
     encoded = b"".join(parts)
-    if len(encoded) > limits.manifest_bytes_max:
-        raise _refused(where, f"encodes to {len(encoded)} B, more than {limits.manifest_bytes_max}")
+    if len(encoded) > limits.encoded_bytes_max:
+        raise _refused(where, f"encodes to {len(encoded)} B, more than {limits.encoded_bytes_max}")
     return encoded
 
 

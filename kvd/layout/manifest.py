@@ -149,7 +149,11 @@ class Manifest:
         frozen = {name: encoding.freeze(value) for name, value in fields.items()}
         encoded = _MAGIC + encoding.encode(frozen, where="manifest")
         if len(encoded) > limits.manifest_bytes_max:
-            raise _bad("manifest", f"of {len(encoded)} B", f"at most {limits.manifest_bytes_max} B")
+            raise _bad(
+                "manifest",
+                f"of {len(encoded)} B",
+                f"at most {limits.manifest_bytes_max} B; give the hash of a long text",
+            )
         for name, value in frozen.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_encoded", encoded)

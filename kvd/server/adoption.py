@@ -24,7 +24,7 @@ from kvd.core import events as ev
 from kvd.core.core import Core
 from kvd.core.restoring import RUNS_FROM
 from kvd.core.slots import slot_and_slab
-from kvd.errors import KvdError
+from kvd.errors import KvdError, UnavailableError
 from kvd.layout.manifest import Manifest
 from kvd.server import domain as domains
 from kvd.server import logs
@@ -104,6 +104,7 @@ class Started:
     number: int  # how many daemons were there over this memory, with this one
     ghosts: list[Ghost] = field(default_factory=list)
     client_ids_from: int = 1
+    numbers_used: int = 0  # more, if a set could not be stored
 
 
 def start(
@@ -369,11 +370,21 @@ def client_name(client_id: int) -> str:
 
 
 def keep_names(keep: Keep, started: Started, names: Names) -> None:
-    """The list of names goes on in another file: the next set is stored, META last, then the last one let go."""
+    """The list of names goes on in another file: the next set is stored, META last, then the last one let go.
+
+    Raises UnavailableError: the last set goes on, and nothing of the next one stays; its number is not used again.
+    """
     before = started.number
-    started.number += 1
-    keep.store(f"{KEPT_PREFIX}names-{started.number}", names.fd)
-    keep.store(f"{KEPT_PREFIX}meta-{started.number}", started.domain.meta_fd)
+    number = started.numbers_used = max(started.numbers_used, before) + 1
+    following = [f"{KEPT_PREFIX}names-{number}", f"{KEPT_PREFIX}meta-{number}"]
+    try:
+        for name, fd in zip(following, (names.fd, started.domain.meta_fd), strict=True):
+            keep.store(name, fd)
+    except UnavailableError:
+        for name in reversed(following):
+            keep.remove(name)
+        raise
+    started.number = number
     keep.remove(f"{KEPT_PREFIX}meta-{before}")
     keep.remove(f"{KEPT_PREFIX}names-{before}")
 

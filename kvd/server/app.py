@@ -362,7 +362,9 @@ def descriptors_wanted(config: Config, sizes: Sizes) -> int:
     """Open files when all clients are there, after a restart with as many that are still waited for."""
     # Root and the daemon's own user get in beyond what there is for all.
     per_uid = control.connections_per_uid(config.access, config.clients.max)
-    connections = config.clients.max + control.CONNECTIONS_SPARE + 2 * per_uid
+    connections = (
+        config.clients.max + control.CONNECTIONS_SPARE + 2 * (per_uid + control.CONNECTIONS_RESERVED)
+    )
     clients = config.clients.max * 3  # region, wake socket; region of one of before
     return DESCRIPTORS_OWN + 2 * connections + clients + 2 * len(sizes.segments_bytes)
 

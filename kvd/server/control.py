@@ -48,6 +48,7 @@ READ_BYTES: Final = 64 * limits.KIB
 REQUESTS_PER_TURN: Final = 16
 CONNECTIONS_SPARE: Final = 64  # beyond clients.max, for kvctl and for those that wait for a slot
 CONNECTIONS_SPARE_OF_UID: Final = 16  # of these, what one user may have where the configuration says nothing
+CONNECTIONS_RESERVED: Final = 8  # that root and the daemon's own user have beyond that, for kvctl alone
 ACCEPT_PAUSE_S: Final = 1.0
 
 _log = logs.get("control")
@@ -77,6 +78,7 @@ class Connection:
         self._turn_scheduled = False
         self.peer = peer
         self.hello: wire.Hello | None = None
+        self.is_reserve = False  # beyond what its user may have: for administration alone
         self.client: Client | None = None
         self.attached_once = False
         self.unanswered = 0
@@ -340,25 +342,35 @@ class Control:
                 _refuse(sock, refusal)
                 peer.close()
                 continue
+            connection = Connection(self, sock, peer)
+            connection.is_reserve = self._of_uid[peer.uid] >= self.per_uid_max
             self._of_uid[peer.uid] += 1
-            self.connections.add(Connection(self, sock, peer))
+            self.connections.add(connection)
+
+    def _is_own(self, uid: int) -> bool:
+        """Whether it is root or the daemon's own user."""
+        return uid in (0, self._own_uid)
 
     def _no_room(self, uid: int) -> KvdError | None:
         """Why this user gets no connection now."""
-        if self._of_uid[uid] >= self.per_uid_max:
-            return CapacityError(
-                f"user {uid} has {self._of_uid[uid]} control connections open, as many as one may; close some (each "
-                "connected store is one), or raise access.connections_per_uid",
-                code="connections", uid=uid, connections_max=self.per_uid_max,
-            )  # fmt: skip
+        spare = CONNECTIONS_RESERVED if self._is_own(uid) else 0
+        if self._of_uid[uid] >= self.per_uid_max + spare:
+            return self._too_many(uid)
         # Root and the daemon's own user get in whatever others hold open: someone must be able to look.
-        if len(self.connections) >= self._connections_max and uid not in (0, self._own_uid):
+        if len(self.connections) >= self._connections_max and not self._is_own(uid):
             return CapacityError(
                 f"{len(self.connections)} control connections are open, as many as this daemon has room for; close "
                 "some, or raise clients.max",
                 code="connections", connections_max=self._connections_max,
             )  # fmt: skip
         return None
+
+    def _too_many(self, uid: int) -> CapacityError:
+        return CapacityError(
+            f"user {uid} has {self._of_uid[uid]} control connections open, as many as one may; close some (each "
+            "connected store is one), or raise access.connections_per_uid",
+            code="connections", uid=uid, connections_max=self.per_uid_max,
+        )  # fmt: skip
 
     def closed(self, connection: Connection) -> None:
         """A connection has ended."""
@@ -395,6 +407,8 @@ class Control:
         if not isinstance(ask, wire.Hello):
             raise ProtocolError(f"the first message is hello, not {ask.type}", code="handshake")
         self._check_access(connection.peer)
+        if connection.is_reserve and ask.role != "admin":
+            raise self._too_many(connection.peer.uid)
         protocol = wire.agree(ask, VERSION)
         connection.greeted(ask)
         epoch = self._domain.identity.epoch.to_bytes(8, "big")
@@ -402,7 +416,7 @@ class Control:
 
     def _check_access(self, peer: Peer) -> None:
         access = self._access
-        if peer.uid in (0, self._own_uid) or (not access.uids and not access.gids):
+        if self._is_own(peer.uid) or (not access.uids and not access.gids):
             return
         if peer.uid in access.uids or peer.uid in access.admin_uids:
             return
@@ -457,7 +471,11 @@ class Control:
             if not connection.closed:
                 try:
                     record = self._domain.namespaces.register(
-                        ask.manifest, ask.label, (peer.pid, peer.start_ticks), peer
+                        ask.manifest,
+                        ask.label,
+                        (peer.pid, peer.start_ticks),
+                        peer,
+                        uid=None if self._is_own(peer.uid) else peer.uid,
                     )
                 except KvdError as error:
                     if isinstance(error, InvariantError):

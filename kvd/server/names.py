@@ -4,7 +4,8 @@ Owns one memory file of records that are only ever appended: `u32 payload_bytes,
 first is the header; each other one adds a namespace or says that one is forgotten. A daemon that died while it appended
 leaves a last record that does not check out and is ignored; no number of it was told to anybody. The form of the header
 never changes, so that any version can say what it found. A file that is mostly about what is forgotten is followed by
-another one (`renewed`).
+another one (`renew_some`), which is written in steps while this one goes on: until the last step both say the same.
+Invariant: of two files that somebody may still keep, one at most can be read and is written to no more (`retire`).
 
 Event-loop thread only. Never handed to clients.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,8 +27,9 @@ from kvd.shm import segments
 
 MAGIC: Final = b"KVDNAMES"
 _HEAD: Final = struct.Struct("<II")
-_RECORD_BYTES_MAX: Final = 4 * limits.manifest_bytes_max
+_RECORD_BYTES_MAX: Final = 256 * limits.KIB
 FORGOTTEN_BYTES_MIN: Final = 4 * limits.MIB  # less is not worth another file
+RENEWED_BYTES_STEP: Final = 256 * limits.KIB  # copied at once: some hundred microseconds
 
 
 @dataclass(slots=True)
@@ -47,39 +50,91 @@ class Names:
         self.fd = segments.create("kvd-names")
         self._header = (layout, epoch, boot_id, version)
         self._end = len(MAGIC)
-        self._bytes_of: dict[int, int] = {}  # by number: what its record takes
+        self._places: dict[int, tuple[int, int]] = {}  # by number: where its record is, and how long
+        self._live_bytes = 0
+        self._following: Names | None = None  # what is being written
+        self._to_copy: list[int] = []
+        self._renew_from_bytes = FORGOTTEN_BYTES_MIN
         os.pwrite(self.fd, MAGIC, 0)
         self._append({"layout": layout, "epoch": epoch, "boot": boot_id, "version": version})
 
     def add_namespace(self, number: int, manifest: bytes, label: str) -> None:
         """Before its number is told to anybody. Raises CapacityError."""
-        self._bytes_of[number] = self._append({"n": number, "m": manifest, "l": label})
+        record = _packed({"n": number, "m": manifest, "l": label})
+        self._add(number, record)
+        if self._following is not None:
+            self._also(lambda following: following._add(number, record))
 
     def forget_namespace(self, number: int) -> None:
         """Before its number is given to another one. Raises CapacityError."""
         self._append({"x": number})
-        self._bytes_of.pop(number, None)
+        self._live_bytes -= self._places.pop(number, (0, 0))[1]
+        if self._following is not None and number in self._following._places:
+            self._also(lambda following: following.forget_namespace(number))
 
-    @property
-    def is_mostly_forgotten(self) -> bool:
-        """Whether another file is worth while."""
-        live_bytes = sum(self._bytes_of.values()) if self._end > FORGOTTEN_BYTES_MIN else 0
-        return self._end > max(FORGOTTEN_BYTES_MIN, 2 * live_bytes)
-
-    def renewed(self) -> Names:
-        """Another file that says the same in fewer bytes; this one stays as it is. Raises CapacityError."""
-        following = Names(*self._header)
-        for number, manifest, label in read(self.fd).namespaces:
-            following.add_namespace(number, manifest, label)
+    def renew_some(self) -> Names | None:
+        """Write some of another file that says the same in fewer bytes, if that is worth while; the file when it is
+        whole. This one stays as it is: whoever goes on with the other one retires it. Raises CapacityError, after
+        which nothing of the other one is left, and it is not tried again before more is forgotten.
+        """
+        if self._following is None:
+            if self._end <= max(self._renew_from_bytes, 2 * self._live_bytes):
+                return None
+            try:
+                self._following = Names(*self._header)
+            except (OSError, CapacityError) as error:
+                self.put_off()
+                raise CapacityError(f"no memory for another list of names: {error}", code="memory") from error
+            self._to_copy = list(self._places)
+        try:
+            self._copy_some(self._following)
+        except CapacityError:
+            self.put_off()
+            raise
+        if self._to_copy:
+            return None
+        following, self._following = self._following, None
         return following
 
-    def close(self) -> None:
-        """Write no more. The file lives as long as somebody keeps it."""
+    def put_off(self) -> None:
+        """Write no other file before more is forgotten."""
+        self._renew_from_bytes = self._end + FORGOTTEN_BYTES_MIN
+        if self._following is not None:
+            self._following.retire()
+            self._following = None
+
+    def retire(self) -> None:
+        """Write no more, and let nobody read what is here: it is said elsewhere, and goes on there."""
+        os.ftruncate(self.fd, 0)
         os.close(self.fd)
 
-    def _append(self, record: dict[str, Any]) -> int:
-        payload = msgpack.packb(record, use_bin_type=True)
-        data = _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+    def _also(self, write: Callable[[Names], None]) -> None:
+        assert self._following is not None
+        try:
+            write(self._following)
+        except CapacityError:
+            self.put_off()  # this file has it
+
+    def _copy_some(self, following: Names) -> None:
+        copied_bytes = 0
+        while self._to_copy and copied_bytes < RENEWED_BYTES_STEP:
+            number = self._to_copy[-1]
+            if number in self._places and number not in following._places:
+                at, size = self._places[number]
+                following._add(number, os.pread(self.fd, size, at))
+                copied_bytes += size
+            self._to_copy.pop()
+
+    def _add(self, number: int, record: bytes) -> None:
+        at = self._end
+        self._write(record)
+        self._live_bytes += len(record) - self._places.get(number, (0, 0))[1]
+        self._places[number] = (at, len(record))
+
+    def _append(self, record: dict[str, Any]) -> None:
+        self._write(_packed(record))
+
+    def _write(self, data: bytes) -> None:
         try:
             written = os.pwrite(self.fd, data, self._end)
         except OSError as error:
@@ -87,7 +142,11 @@ class Names:
         if written != len(data):
             raise CapacityError("no memory for a name", code="memory")
         self._end += len(data)
-        return len(data)
+
+
+def _packed(record: dict[str, Any]) -> bytes:
+    payload: bytes = msgpack.packb(record, use_bin_type=True)
+    return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
 
 
 def read(fd: int) -> Known:

@@ -9,17 +9,20 @@ and short here, once, before anybody is shown it.
         '----- a new one finds no number left; nothing is stored in it -----------'
 
 Invariant: a namespace is forgotten only when no family is in it and nobody who was told its number can still use it: a
-holder is let go of when its connection is closed and its client, which may have reservations, is gone.
+holder is let go of when its connection is closed and its client, which may have reservations, is gone. Only who was
+told a number may write under it.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvd import limits
-from kvd.errors import CapacityError, InvariantError
+from kvd.errors import CapacityError, InvariantError, KvdError
 from kvd.layout.manifest import Manifest
 from kvd.server import logs
 from kvd.server.names import Names
@@ -31,6 +34,7 @@ FORGOTTEN_AT_ONCE_MAX = 64  # so that a new namespace at the bound does not look
 Process = tuple[int, int]
 """A process: pid and when it started."""
 
+_Key = TypeVar("_Key", bound=Hashable)
 _log = logs.get("namespaces")
 
 
@@ -44,6 +48,7 @@ class NamespaceRecord:
     model: str
     tenant: str
     owner: Process | None = None  # who brought it up
+    uid: int | None = None  # on whose account
     holders: set[Hashable] = field(default_factory=set)  # who was told the number and may use it
 
 
@@ -65,7 +70,8 @@ class Namespaces:
         self.forgotten_count = 0
         self._fresh = 1
         self._returned: list[int] = []  # a heap
-        self._owned: dict[Process, int] = {}
+        self._owned: Counter[Process] = Counter()
+        self._of_uid: Counter[int] = Counter()
         self._held: dict[Hashable, set[int]] = {}
 
     def __len__(self) -> int:
@@ -78,21 +84,29 @@ class Namespaces:
         for number, encoded, label in sorted(known):
             self._returned.extend(range(self._fresh, number))
             self._fresh = number + 1
-            self._add(number, Manifest.decode(encoded), label, None)
+            self._add(number, Manifest.decode(encoded), label, None, None)
 
     def register(
-        self, encoded: bytes, label: str, owner: Process | None = None, holder: Hashable | None = None
+        self,
+        encoded: bytes,
+        label: str,
+        owner: Process | None = None,
+        holder: Hashable | None = None,
+        *,
+        uid: int | None = None,
     ) -> NamespaceRecord:
         """The record of this manifest, new or known. Raises UsageError(encoding), CapacityError(namespaces).
 
-        `owner` is the process that asks: one process brings up no more than its share. `holder` may use the number
-        until `let_go`. None: nobody's, nobody.
+        `owner` is the process that asks, `uid` its user: neither brings up more than its share. `holder` may use the
+        number until `let_go`. None: nobody's, a user without a share of its own, nobody.
         """
         manifest = Manifest.decode(encoded)
         record = self.by_root.get(manifest.root)
         if record is None:
-            if owner is not None and self._owned.get(owner, 0) >= limits.namespaces_per_process_max:
-                self._make_room_of(owner)
+            if owner is not None and self._owned[owner] >= limits.namespaces_per_process_max:
+                self._make_room_of_process(owner)
+            if uid is not None and self._of_uid[uid] >= limits.namespaces_per_uid_max:
+                self._make_room_of_user(uid)
             if len(self.by_root) >= limits.namespaces_max:
                 self._make_room()
             number = self._number()
@@ -102,12 +116,24 @@ class Namespaces:
             except CapacityError:
                 heapq.heappush(self._returned, number)
                 raise
-            record = self._add(number, manifest, label, owner)
+            record = self._add(number, manifest, label, owner, uid)
             self._renew_names()
+        elif (
+            record.owner is None and record.uid is None
+        ):  # known from before a restart: from now on it is theirs
+            self._own(record, owner, uid)
         if holder is not None:
-            record.holders.add(holder)
-            self._held.setdefault(holder, set()).add(record.number)
+            self.tell(holder, record.number)
         return record
+
+    def tell(self, holder: Hashable, number: int) -> None:
+        """This holder is told this number, which there is."""
+        self.by_number[number].holders.add(holder)
+        self._held.setdefault(holder, set()).add(number)
+
+    def may_use(self, holder: Hashable, number: int) -> bool:
+        """Whether this holder was told this number."""
+        return number in self._held.get(holder, ())
 
     def let_go(self, holder: Hashable) -> None:
         """This holder cannot use the numbers any more that it was told."""
@@ -116,7 +142,9 @@ class Namespaces:
 
     # --- inside
 
-    def _add(self, number: int, manifest: Manifest, label: str, owner: Process | None) -> NamespaceRecord:
+    def _add(
+        self, number: int, manifest: Manifest, label: str, owner: Process | None, uid: int | None
+    ) -> NamespaceRecord:
         fields = manifest.fields()
         record = NamespaceRecord(
             number,
@@ -124,13 +152,18 @@ class Namespaces:
             shown(label),
             shown(str(fields["model"])),
             shown(str(fields["tenant"])),
-            owner,
         )
         self.by_root[record.root] = record
         self.by_number[number] = record
-        if owner is not None:
-            self._owned[owner] = self._owned.get(owner, 0) + 1
+        self._own(record, owner, uid)
         return record
+
+    def _own(self, record: NamespaceRecord, owner: Process | None, uid: int | None) -> None:
+        record.owner, record.uid = owner, uid
+        if owner is not None:
+            self._owned[owner] += 1
+        if uid is not None:
+            self._of_uid[uid] += 1
 
     def _number(self) -> int:
         if self._returned:
@@ -139,27 +172,34 @@ class Namespaces:
         return self._fresh - 1
 
     def _make_room(self) -> None:
-        if not self._forget_some(None):
+        if not self._forget_some(lambda record: True):
             raise CapacityError(
                 f"all {limits.namespaces_max} namespaces hold data or belong to clients that live; kvctl clear drops "
                 "the data of one, kvctl ls shows them",
                 code="namespaces", namespaces_max=limits.namespaces_max,
             )  # fmt: skip
 
-    def _make_room_of(self, owner: Process) -> None:
-        if not self._forget_some(owner):
+    def _make_room_of_process(self, owner: Process) -> None:
+        if not self._forget_some(lambda record: record.owner == owner):
             raise CapacityError(
                 f"process {owner[0]} brought up {self._owned[owner]} namespaces that are in use, as many as one may: "
                 "namespaces are for models and tenants, not for requests",
                 code="namespaces", namespaces_max=limits.namespaces_per_process_max,
             )  # fmt: skip
 
-    def _forget_some(self, owner: Process | None) -> int:
-        """Forget the oldest that are idle and empty (of this owner); returns how many."""
+    def _make_room_of_user(self, uid: int) -> None:
+        if not self._forget_some(lambda record: record.uid == uid):
+            raise CapacityError(
+                f"user {uid} brought up {self._of_uid[uid]} namespaces that are in use, as many as one may: "
+                "namespaces are for models and tenants, not for requests; kvctl clear drops the data of one",
+                code="namespaces", uid=uid, namespaces_max=limits.namespaces_per_uid_max,
+            )  # fmt: skip
+
+    def _forget_some(self, is_meant: Callable[[NamespaceRecord], bool]) -> int:
+        """Forget the oldest of those meant that are idle and empty; returns how many."""
         found: list[NamespaceRecord] = []
         for record in self.by_root.values():
-            mine = owner is None or record.owner == owner
-            if mine and not record.holders and not self._is_used(record.number):
+            if is_meant(record) and not record.holders and not self._is_used(record.number):
                 found.append(record)
                 if len(found) == FORGOTTEN_AT_ONCE_MAX:
                     break
@@ -177,18 +217,39 @@ class Namespaces:
         heapq.heappush(self._returned, record.number)
         self.forgotten_count += 1
         if record.owner is not None:
-            left = self._owned[record.owner] - 1
-            if left:
-                self._owned[record.owner] = left
-            else:
-                del self._owned[record.owner]
+            _less(self._owned, record.owner)
+        if record.uid is not None:
+            _less(self._of_uid, record.uid)
 
     def _renew_names(self) -> None:
-        """Write the list anew when most of it is about namespaces that are forgotten."""
-        if self.names is not None and self.names.is_mostly_forgotten:
-            before, self.names = self.names, self.names.renewed()
-            self.names_renewed(self.names)
-            before.close()
+        """A step of writing the list anew, when most of it is about namespaces that are forgotten.
+
+        Never raises: when there is no memory for it, or nobody to keep it, the list that is there goes on.
+        """
+        if self.names is None:
+            return
+        following = None
+        try:
+            following = self.names.renew_some()
+            if following is None:
+                return
+            self.names_renewed(following)
+        except KvdError as error:
+            if isinstance(error, InvariantError):
+                raise
+            _log.warning("names_not_renewed", reason=error.message)
+            self.names.put_off()
+            if following is not None:
+                following.retire()
+            return
+        before, self.names = self.names, following
+        before.retire()
+
+
+def _less(counts: Counter[_Key], key: _Key) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 def _nothing(_names: Names) -> None:

@@ -201,9 +201,10 @@ class Runner:
 
     def _refusal(self, client: Client, ask: messages.Reserve) -> KvdError | None:
         """Why this reservation is well-formed and still cannot be."""
-        if ask.namespace not in self._domain.namespaces.by_number:
+        if not self._domain.namespaces.may_use(client.peer, ask.namespace):
             return UsageError(
-                f"namespace {ask.namespace} is not registered; ask for it with its manifest first",
+                f"namespace {ask.namespace} is not registered by this client; ask for it with its manifest first, on "
+                "the connection that attached",
                 code="namespace", namespace=ask.namespace,
             )  # fmt: skip
         if ask.split:

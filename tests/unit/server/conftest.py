@@ -33,6 +33,7 @@ class Attached:
         self.client, fds, self.wake = world.clients.attach(peer, name, writable=writable)
         self.native = _native.Client(fds[0], fds[1], fds[3:], writable)
         self.ops = 0
+        self.asks_first = True  # for every number that it uses
 
     def submit(self, kind, payload):
         self.ops += 1
@@ -63,7 +64,10 @@ class Attached:
             "members": tuple(Member(i, size) for i in range(members)),
             "keys": b"".join(keys),
         }
-        payload = messages.pack_reserve(messages.Reserve(**{**ask, **changes}))
+        ask.update(changes)
+        if self.asks_first and ask["namespace"] in self.world.domain.namespaces.by_number:
+            self.world.domain.namespaces.tell(self.client.peer, ask["namespace"])
+        payload = messages.pack_reserve(messages.Reserve(**ask))
         kind, body = self.ask(messages.Sq.RESERVE, payload)
         if kind == messages.Cq.ERROR:
             raise messages.parse_error(body)
