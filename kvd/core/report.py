@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from kvd.core.books import Books
@@ -11,9 +11,13 @@ from kvd.core.forest import Forest
 from kvd.core.journal import age_text
 from kvd.core.policy import list_names
 
-# What one call looks at: entries, and families and runs to say where in its chain a family is. A few milliseconds.
+# What one call looks at: entries, and families and runs to say where in its chain a family is. The last row may take
+# `depth_runs_max` and `run_families_max` more: about a millisecond in all.
 listing_scan_max = 16_384
-listing_work_max = 32_768
+listing_work_max = 2048
+depth_runs_max = (
+    1024  # a chain of that many requests is one that was made so: nobody counts it for everybody to wait
+)
 
 
 class FamilyRow(NamedTuple):
@@ -21,7 +25,7 @@ class FamilyRow(NamedTuple):
 
     entry: int
     namespace: int
-    depth: int  # families before it in its chain
+    depth: int | None  # families before it in its chain; None: behind too many runs to count them
     bytes: int  # of the slots it occupies
     touched_ns: int  # when its run was touched last
     pinned: int  # PinKind
@@ -97,7 +101,7 @@ def families(
     forest = books.forest
     end = min(start + entries_max, forest.entries.fresh)
     rows: list[FamilyRow] = []
-    depths: dict[int, int] = {NONE: 0}  # families up to the end of a run
+    depths: dict[int, int | None] = {NONE: 0}  # families up to the end of a run
     places: dict[int, dict[int, int]] = {}
     work = listing_work_max
     for entry in range(start, end):
@@ -112,9 +116,10 @@ def families(
             members = forest.members[run]
             work -= len(members) + _learn_depth(forest, run, depths)
             places[run] = {member: at for at, member in enumerate(members)}
+        before = _known_depth(forest, run, depths)
         rows.append(
             FamilyRow(
-                entry, forest.namespace_of[run], depths[forest.parent[run]] + places[run][entry],
+                entry, forest.namespace_of[run], None if before is None else before + places[run][entry],
                 forest.bytes_of[entry], forest.touched_ns[run], int(forest.pins.kind(run)),
                 forest.missing_of[entry],
             )
@@ -122,9 +127,22 @@ def families(
     return rows, end if end < forest.entries.fresh else None
 
 
-def _learn_depth(forest: Forest, run: int, depths: dict[int, int]) -> int:
-    """Enter how many families there are up to the end of this run and of those before it; how many runs that took."""
-    path = list(takewhile(lambda one: one not in depths, forest.path(run)))
-    for one in reversed(path):
-        depths[one] = depths[forest.parent[one]] + len(forest.members[one])
+def _known_depth(forest: Forest, run: int, depths: dict[int, int | None]) -> int | None:
+    """How many families there are before this run, whose depth was learnt."""
+    end = depths[run]
+    return None if end is None else end - len(forest.members[run])
+
+
+def _learn_depth(forest: Forest, run: int, depths: dict[int, int | None]) -> int:
+    """Enter how many families there are up to the end of this run and of those before it, or None for this run if there
+    are too many to look at; how many runs that took.
+    """
+    unknown = takewhile(lambda one: one not in depths, forest.path(run))
+    path = list(islice(unknown, depth_runs_max + 1))
+    if len(path) > depth_runs_max:
+        depths[run] = None
+    else:
+        for one in reversed(path):
+            before = depths[forest.parent[one]]
+            depths[one] = None if before is None else before + len(forest.members[one])
     return len(path)

@@ -141,6 +141,11 @@ def _families(admin: Asking, namespace: int, limit: int | None) -> tuple[list[di
     return rows, start is not None
 
 
+def _depth(families: int | None, before: str = "") -> str:
+    """How many lie before it; the daemon counts no further than a thousand requests."""
+    return "far down" if families is None else f"{before}{families:,}"
+
+
 def _show_families(out: Console, rows: list[dict[str, Any]], *, more: bool) -> None:
     if not rows:
         out.print("no families in this namespace")
@@ -152,7 +157,7 @@ def _show_families(out: Console, rows: list[dict[str, Any]], *, more: bool) -> N
             [
                 (
                     output.key(out, row["key"]),
-                    f"{row['depth']:,}",
+                    _depth(row["depth"]),
                     output.size(row["size_bytes"]),
                     _members(row),
                     output.duration(row["idle_s"]),
@@ -179,7 +184,7 @@ def _show_family(out: Console, answer: dict[str, Any], label: str) -> None:
     rows = [
         ("key", answer["key"]),
         ("namespace", f"{answer['namespace']} ({label})"),
-        ("chunk", f"number {answer['depth']} of its chain, generation {answer['generation']}"),
+        ("chunk", f"{_depth(answer['depth'], 'number ')} in its chain, generation {answer['generation']}"),
         ("state", f"{answer['state']}{missing}"),
         ("size", f"{output.size(answer['size_bytes'])} of the pool"),
         ("idle", output.duration(answer["idle_s"])),

@@ -1,9 +1,11 @@
 """Whose call is next: administration takes turns, so that what many ask for costs everybody else little.
 
 Owns the work that asks on the control socket caused and that is not done yet; event-loop thread only. Work is done in
-steps of some hundred microseconds. Users take turns, connections of one user take turns, and what one connection asks
-is done in its order. Who asks while nobody waits is served at once. All together take SHARE of the loop's time once the
-first CREDIT_NS are used up; the rings are served in between.
+steps of some hundred microseconds, a millisecond at worst. Users take turns, connections of one user take turns, and
+what one connection asks is done in its order. Who asks while nobody waits is served at once. All together take SHARE of
+the loop's time once the first CREDIT_NS are used up; the rings are served in between. What a step costs is the
+processor time that it took; a process that was stopped in its middle has not used that time, and pays CREDIT_NS for it
+at most.
 
 Invariant: between two steps that together took TURN_NS the loop goes round.
 """
@@ -30,10 +32,15 @@ class Turns:
     """See the module."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, guard: Guard, now_ns: Callable[[], int] = time.monotonic_ns
+        self,
+        loop: asyncio.AbstractEventLoop,
+        guard: Guard,
+        now_ns: Callable[[], int] = time.monotonic_ns,
+        used_ns: Callable[[], int] = time.thread_time_ns,
     ) -> None:
         self._loop = loop
         self._now_ns = now_ns
+        self._used_ns = used_ns  # by this thread
         self._guard = guard
         self._users: deque[int] = deque()  # who has work, the next one first
         self._connections: dict[int, deque[Hashable]] = {}  # of each user, the next one first
@@ -67,12 +74,12 @@ class Turns:
         """One turn; the next one comes when the loop went round, or later if more than the share was used."""
         self._scheduled = True
         began_ns = now_ns = self._now_ns()
+        used_ns = self._used_ns()
         self._credit_ns = min(CREDIT_NS, self._credit_ns + int((began_ns - self._counted_ns) * SHARE))
         while self._users and now_ns - began_ns < TURN_NS:
             self._step()
             now_ns = self._now_ns()
-        # A process that was stopped in the middle of a step has not used that time: nobody waits for it for long.
-        self._credit_ns = max(-CREDIT_NS, self._credit_ns - (now_ns - began_ns))
+        self._credit_ns -= max(self._used_ns() - used_ns, min(now_ns - began_ns, CREDIT_NS))
         self._counted_ns = began_ns
         if self._credit_ns >= 0:
             self._loop.call_soon(self._guard, self._again)

@@ -9,10 +9,10 @@ from kvd.server.turns import CREDIT_NS, SHARE, TURN_NS, Turns
 
 
 class Clock:
-    """A clock that goes on when it is told."""
+    """A clock that goes on when it is told, and the processor time used meanwhile."""
 
     def __init__(self):
-        self.ns = 0
+        self.ns = self.used_ns = 0
 
     def __call__(self):
         return self.ns
@@ -41,15 +41,16 @@ class Loop:
 def made():
     clock = Clock()
     loop = Loop(clock)
-    return Turns(loop, lambda call, *args: call(*args), clock), loop, clock
+    return Turns(loop, lambda call, *args: call(*args), clock, lambda: clock.used_ns), loop, clock
 
 
-def step(clock, done, name, *, steps=1, ns=TURN_NS):
+def step(clock, done, name, *, steps=1, ns=TURN_NS, used_ns=None):
     left = steps
 
     def one():
         nonlocal left
         clock.ns += ns
+        clock.used_ns += ns if used_ns is None else used_ns
         left -= 1
         done.append(name)
         return not left
@@ -99,12 +100,25 @@ def test_a_step_during_which_the_process_was_stopped_stops_nobody_for_long(made)
     """Fails if all of that time were to be paid back: an hour of SIGSTOP would end administration for three."""
     turns, loop, clock = made
     done = []
-    turns.submit(1, "a", step(clock, done, "a", ns=3600 * 10**9))
+    turns.submit(1, "a", step(clock, done, "a", ns=3600 * 10**9, used_ns=TURN_NS))
     stopped_until_ns = clock.ns
     turns.submit(1, "a", step(clock, done, "b"))
     while turns.waiting_count:
         loop.turn()
     assert clock.ns - stopped_until_ns <= CREDIT_NS / SHARE + TURN_NS
+
+
+def test_a_step_that_takes_long_is_paid_in_full(made):
+    """Fails if what a turn costs is bounded: steps of a second had 83 % of the loop."""
+    turns, loop, clock = made
+    done = []
+    turns.submit(1, "a", step(clock, done, "a", steps=10, ns=10**9))
+    while turns.waiting_count:
+        loop.turn()
+    turns.submit(1, "a", step(clock, done, "b"))
+    while turns.waiting_count:
+        loop.turn()
+    assert CREDIT_NS + SHARE * clock.ns >= 10 * 10**9
 
 
 def test_it_runs_on_a_real_loop():
