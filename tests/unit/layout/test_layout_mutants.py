@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parent
 PACKAGE = Path(kvd.layout.__file__).parent
-KEPT = ("errors.py", "limits.py", "types.py", "py.typed")
+KEPT = ("arguments.py", "errors.py", "limits.py", "types.py", "py.typed")
 
 # An editable install finds the real package before any path: the copy must win.
 RUN = """
