@@ -17,6 +17,7 @@ import kvd
 from kvd import limits
 from kvd.clientlib.control import Control
 from kvd.errors import CapacityError, CompatibilityError, ProtocolError, UsageError
+from kvd.server.control import CONNECTIONS_RESERVED
 from kvd.wire import frames
 from kvd.wire import messages as wire
 
@@ -380,23 +381,35 @@ def test_other_users_need_permission(daemon):
 
 
 def test_one_user_has_so_many_connections_and_no_more(daemon):
-    """Fails if connections are not counted by user, or a closed one is not given back."""
+    """Fails if connections are not counted by user, if a closed one is not given back, or if stores get those that are
+    in reserve for the administration of root and the daemon's own user, which is this one.
+    """
     one = daemon(access={"connections_per_uid": 5})
-    kept = [one.admin() for _ in range(5)]
+
+    def connect():
+        return Control(one.socket, name="test", role="engine", deadline_s=10)
+
+    kept = [connect() for _ in range(5)]
     with pytest.raises(CapacityError, match=r"access\.connections_per_uid") as caught:
-        one.admin()
+        connect()
     assert caught.value.code == "KVD-CAPACITY-CONNECTIONS"
     assert caught.value.fields == {"uid": os.getuid(), "connections_max": 5}
+    reserved = []
+    with contextlib.ExitStack() as stack, pytest.raises(CapacityError):
+        while len(reserved) <= CONNECTIONS_RESERVED:
+            reserved.append(stack.enter_context(contextlib.closing(one.admin())))
+            assert reserved[-1].request(wire.Call("health", {}), wire.Result, deadline_s=10).result
+    assert len(reserved) == CONNECTIONS_RESERVED
     kept.pop().close()
 
     def again():
         with contextlib.suppress(CapacityError):
-            kept.append(one.admin())
+            kept.append(connect())
         return len(kept) == 5
 
     until(again, "the place of a connection that was closed")
-    for control in kept:
-        control.close()
+    for store in kept:
+        store.close()
 
 
 def test_names_of_clients_are_shown_and_forgotten(daemon):

@@ -11,13 +11,13 @@ import pytest
 
 from kvd import limits
 from kvd.core import publishing
-from kvd.errors import CapacityError, ProtocolError, UnavailableError
+from kvd.errors import CapacityError, ProtocolError, UnavailableError, UsageError
 from kvd.layout.manifest import Manifest
 from kvd.server import clients as clients_module
-from kvd.server import names
 from kvd.server import runner as runners
 from kvd.server.clients import Held, State
 from kvd.server.keeping import Nobody
+from kvd.server.namespaces import Namespaces
 from kvd.shm import messages
 from kvd.shm.messages import Published, Sq
 
@@ -294,6 +294,52 @@ def test_one_process_gets_its_share_of_namespaces(world):
     assert spaces.forgotten_count, "its own that nobody uses any more make room"
 
 
+@pytest.mark.slow
+def test_one_user_gets_half_of_the_namespaces(world):
+    """Fails without a count by user: four processes of one that stay connected left no new one to anybody."""
+    spaces = world().domain.namespaces
+    for number in range(limits.namespaces_per_uid_max):
+        process = (number // 1000, 1)
+        spaces.register(manifest_of(number), "", process, f"connection {process}", uid=1001)
+    with pytest.raises(CapacityError, match="user 1001 brought up 2048 namespaces that are in use") as caught:
+        spaces.register(manifest_of("more"), "", (9, 1), "connection 9", uid=1001)
+    assert caught.value.code == "KVD-CAPACITY-NAMESPACES"
+    assert spaces.register(manifest_of(5), "", (9, 1), "connection 9", uid=1001), (
+        "what is known is no new one"
+    )
+    assert spaces.register(manifest_of("victim"), "", (10, 1), "connection 10", uid=1002)
+    spaces.let_go("connection (1, 1)")
+    spaces.register(manifest_of("more"), "", (9, 1), "connection 9", uid=1001)
+    assert spaces.forgotten_count, "its own that nobody uses any more make room"
+    for number in range(limits.namespaces_per_uid_max):
+        spaces.register(manifest_of(f"own {number}"), "", None, "root")
+
+
+@pytest.mark.slow
+def test_what_was_known_before_a_restart_is_on_the_account_of_who_asks_for_it():
+    """Fails if a restart forgets who has how many: one user would get half of them with each."""
+    fresh = Namespaces(lambda number: False)
+    fresh.restore([(n, manifest_of(n), "") for n in range(1, limits.namespaces_per_uid_max + 1)])
+    for number in range(1, limits.namespaces_per_uid_max + 1):
+        fresh.register(manifest_of(number), "", (number // 1000, 1), "connection", uid=1001)
+    with pytest.raises(CapacityError, match="user 1001"):
+        fresh.register(manifest_of("more"), "", (9, 1), "connection", uid=1001)
+
+
+def test_only_who_was_told_a_number_writes_under_it(world, keys):
+    """Fails if any number that exists will do: it may be another namespace's by the time that this is published."""
+    here = world()
+    one, other = here.attach(), here.attach()
+    one.asks_first = other.asks_first = False
+    number = here.domain.namespaces.register(manifest_of("mine"), "", None, one.client.peer).number
+    assert one.store(keys(1), namespace=number) == [Published.PUBLISHED]
+    with pytest.raises(UsageError, match="not registered by this client") as caught:
+        other.reserve(keys(1, seed=1), namespace=number)
+    assert caught.value.code == "KVD-USAGE-NAMESPACE"
+    assert here.domain.namespaces.register(manifest_of("mine"), "", None, other.client.peer).number == number
+    assert other.store(keys(1, seed=1), namespace=number) == [Published.PUBLISHED]
+
+
 def test_the_last_namespace_number_can_be_used(world, keys):
     """It was registered and then, at the first reservation, not known."""
     here = world()
@@ -341,28 +387,6 @@ def test_what_a_client_calls_itself_can_be_shown(world):
     assert record.tenant == "?]0;owned???31m"
     assert record.label == "a?b?[2J"
     assert len(record.model) == 96
-
-
-def test_the_list_of_names_says_what_is_known_now(world):
-    """Over many forgotten ones its file is written anew, and says the same."""
-    here = world()
-    spaces = here.domain.namespaces
-    spaces.names = names.Names(1, 77, bytes(16), "test")
-    files = [spaces.names.fd]
-    spaces.names_renewed = lambda fresh: files.append(fresh.fd)
-    spaces.register(manifest_of("kept"), "kept", None, "somebody")
-    for number in range(limits.namespaces_max + 400):
-        spaces.register(manifest_of(number, extra={"long": "x" * 3000}), "")
-    before = len(files)
-    known = names.read(spaces.names.fd).namespaces
-    found = {number: (Manifest.decode(encoded).root, label) for number, encoded, label in known}
-    assert found == {n: (record.root, "kept" * (n == 2)) for n, record in spaces.by_number.items()}
-    for number in range(2 * limits.namespaces_max):
-        spaces.register(manifest_of(f"again {number}", extra={"long": "x" * 3000}), "")
-    assert len(files) > before, "the file was written anew"
-    assert os.fstat(spaces.names.fd).st_size < 40 << 20
-    found = {n: Manifest.decode(encoded).root for n, encoded, _ in names.read(spaces.names.fd).namespaces}
-    assert found == {n: record.root for n, record in spaces.by_number.items()}
 
 
 def test_strict_mode_and_another_split_leave_the_daemon_alive(world, keys):
