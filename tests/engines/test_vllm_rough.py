@@ -73,7 +73,7 @@ def test_freed_blocks_are_garbage(running: Any, load: str, seed: int) -> None:
     Without `gone` in the plan (`forget_gone`) late saves publish the garbage, and the tokens differ.
     """
     result = scenario(
-        "poisoned", file=FILE, socket=running.socket, random_seed=seed, extra={"load": load, "break_even": False},
+        "poisoned", file=FILE, socket=running.socket, random_seed=seed, extra={"load": load},
         options={"num_gpu_blocks_override": 96, "max_model_len": 2048, "max_num_batched_tokens": 256},
     )  # fmt: skip
     assert result["freed"] > 500
@@ -91,7 +91,6 @@ def test_garbage_would_be_noticed(running: Any) -> None:
     """The control of the test above: without `gone` its tokens do differ."""
     result = scenario(
         "poisoned", file=FILE, socket=running.socket, random_seed=5, forget_gone=True, abort_chance=0.1,
-        extra={"break_even": False},
         options={"num_gpu_blocks_override": 96, "max_model_len": 2048, "max_num_batched_tokens": 256},
     )  # fmt: skip
     assert [r["tokens"] for r in result["checked"]] != [r["tokens"] for r in result["reference"]]
