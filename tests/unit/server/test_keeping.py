@@ -138,6 +138,22 @@ def test_one_that_dies_again_and_again_is_started_ever_more_seldom(host):
     assert host.loop.next() == 0, "the last one lived long: the next one comes at once"
 
 
+def test_one_that_dies_before_it_has_everything_has_not_lived_long(host):
+    """Fails if the time of the one before counts for it: it would be started without a pause for ever."""
+    host.watch()
+    host.die()
+    host.loop.next()
+    assert host.told[-1] == ("ok", "")
+    host.loop.now_s += PAUSE_MAX_S + 1
+    host.store_until_full()
+    pauses_s = []
+    for _ in range(5):
+        host.die()
+        pauses_s.append(host.loop.next())
+    assert pauses_s == [0, 1, 2, 4, 8]
+    assert host.told[-1][0] == "degraded"
+
+
 def test_one_that_cannot_be_started_is_tried_ever_more_seldom(host):
     host.watch()
     host.can_start = False

@@ -69,6 +69,27 @@ def test_it_says_what_is_known_at_any_time(few):
     }
 
 
+@pytest.mark.parametrize("newest", [False, True])
+def test_what_is_forgotten_while_it_is_copied_stays_forgotten(few, newest):
+    """Fails if it is not forgotten in the copy as well: what was copied already would come back after a restart."""
+    one = names.Names(1, 77, bytes(16), "test")
+    living = list(range(1, 61))
+    for number in [*living, *living, *living]:
+        one.add_namespace(number, manifest_of(number), "")
+    following = None
+    while following is None:
+        following = one.renew_some()
+        gone = living.pop(-1 if newest else 0)
+        if following is None:
+            one.forget_namespace(gone)
+        else:
+            living.append(gone)
+    assert len(living) < 50
+    for file in (one, following):
+        assert [number for number, _, _ in names.read(file.fd).namespaces] == sorted(living)
+        file.retire()
+
+
 @pytest.mark.slow
 def test_it_is_written_anew_in_steps(few, monkeypatch):
     """Fails if all of it is copied at once: at the bound that stopped the loop for half a second."""
