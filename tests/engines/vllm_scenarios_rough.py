@@ -82,21 +82,22 @@ def _poison_what_is_freed(engine: Engine) -> Callable[[], int]:
 def _let_room_come_late(engine: Engine, rng: random.Random) -> None:
     """Some reservations are answered only a few steps later: then a save waits, and its blocks may be gone."""
     worker = engine.connectors[1].worker
-    do, begin, waiting = worker._stores.do, worker.begin, []
+    reserve, begin = worker._reserve, worker.begin
+    waiting: list[tuple[Any, Any]] = []
 
-    def late(work: Callable[[], None]) -> None:
-        if work.__defaults__ and rng.random() < 0.7:  # a reservation; publishing takes no argument
-            waiting.append(work)
+    def late(caches: Any, job: Any) -> None:
+        if rng.random() < 0.7:
+            waiting.append((caches, job))
         else:
-            do(work)
+            reserve(caches, job)
 
     def beginning(plan: Any) -> None:
         begin(plan)
-        while waiting and rng.random() < 0.3:
-            do(waiting.pop(0))
         worker._stores.flush(10)
+        while waiting and rng.random() < 0.3:
+            reserve(*waiting.pop(0))
 
-    worker._stores.do, worker.begin = late, beginning
+    worker._reserve, worker.begin = late, beginning
 
 
 def poisoned(given: dict[str, Any]) -> dict[str, Any]:
