@@ -270,7 +270,8 @@ def test_nothing_is_left_behind_by_attaching_again(series: Any) -> None:
             store.present_session.mapper.join()
         # The daemons' own pipes and sockets are the test's.
         own = 5
-        until(lambda: count()[1] == before[1], "the end of threads")
+        # One that has ended may still have been counted before.
+        until(lambda: count()[1] <= before[1], "the end of threads")
         after = count()
         assert after[0] <= before[0] + own
 
