@@ -16,7 +16,8 @@ members_per_family_max = 128  # present bits in an index entry
 families_max = 1 << 28  # entry numbers are 32 bits in a hazard word; buckets stay below 4 GiB
 namespaces_max = 4096
 namespaces_per_process_max = 1024  # that one process may bring up
-namespaces_per_uid_max = namespaces_max // 2  # that one user may bring up, other than root and the daemon's own
+# That one user may bring up, other than root and the daemon's own.
+namespaces_per_uid_max = namespaces_max // 2
 manifest_bytes_max = 8 * KIB  # real ones have less than 2 KiB; the daemon keeps each one twice at most
 encoded_bytes_max = 64 * KIB  # of any other canonical encoding (layouts); only its hash is kept
 

@@ -451,7 +451,9 @@ def test_a_keeper_that_cannot_be_started_is_told(series: Any) -> None:
         return part["state"] == "degraded" and "warm restart is off" in part["reason"]
 
     until(degraded, "health that says so")
-    until(lambda: one.running.call("status")["state"] == "degraded", "a state that says so once it has started")
+    until(
+        lambda: one.running.call("status")["state"] == "degraded", "a state that says so once it has started"
+    )
     os.rmdir(os.path.join(path, "in the way"))
     os.rmdir(path)
     until(lambda: kept_again(one, 1), "another keeper")
