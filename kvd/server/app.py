@@ -27,7 +27,7 @@ from kvd.config import Config, Sizes, format_size
 from kvd.core import events as ev
 from kvd.errors import CapacityError, ConfigError, KvdError
 from kvd.probe import hugepages, memory
-from kvd.server import adoption, control, domain, keeping, logs, named
+from kvd.server import adoption, control, control_file, domain, keeping, logs, named
 from kvd.server.admin import Admin
 from kvd.server.blockers import Blockers
 from kvd.server.clients import Clients
@@ -141,7 +141,7 @@ class App:
         path = self.config.server.socket
         held = named.SocketFile(path)
         try:
-            listener = control.listen(path, int(self.config.server.socket_mode, 8))
+            listener = control_file.bind(path, int(self.config.server.socket_mode, 8))
         except KvdError:
             held.release()
             raise
