@@ -145,6 +145,8 @@ def ring(data: bytes) -> None:
     one = server()
     hostile = one.world.attach(name="hostile")
     client = hostile.client
+    namespaces = one.world.domain.namespaces
+    namespaces.tell(client.peer, one.world.namespace)  # or nothing that it reserves would go further
     try:
         with mmap.mmap(client.region_fd, 0) as region:
             for kind, payload in pieces(data):
@@ -161,6 +163,7 @@ def ring(data: bytes) -> None:
         one.world.runner.tick()
     finally:
         one.world.clients._on_exit(client)
+        namespaces.let_go(client.peer)
         one.world.attached.remove(hostile)
         hostile.close()
     one.inputs += 1
