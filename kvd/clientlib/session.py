@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import select
 import socket
 from collections.abc import Iterator
 
@@ -19,6 +20,7 @@ from kvd.clientlib import background
 from kvd.clientlib.calls import Calls
 from kvd.clientlib.control import A, Control
 from kvd.clientlib.native_errors import NATIVE
+from kvd.clientlib.watch import watch
 from kvd.errors import KvdError, UnavailableError
 from kvd.layout.manifest import Manifest
 from kvd.shm._native import Client
@@ -137,6 +139,15 @@ class Session:
                 self.lose(_gone(error.strerror or str(error)))
         return self.calls.lost is None
 
+    def has_ended(self) -> bool:
+        """Whether the control connection has ended; then the daemon is gone, whatever else still looks open."""
+        if self.calls.lost is None and (fd := self._control.fileno()) >= 0:
+            connection = select.poll()
+            connection.register(fd, select.POLLRDHUP)
+            if connection.poll(0):
+                self.lose(_gone("it closed the connection"))
+        return self.calls.lost is not None
+
     def lose(self, error: KvdError) -> None:
         """The daemon is gone: whoever waits is told, nothing is found any more, what is held stays."""
         self.calls.fail(error)
@@ -146,6 +157,7 @@ class Session:
         self.native.retire()
         self.mapper.join()
         self.calls.close()
+        watch.forget(self._control.fileno())
         self._control.close()
 
     @property
@@ -171,6 +183,7 @@ class Session:
                     wire.Detach(gives_back=not filling), wire.Detached, deadline_s=min(1.0, self._deadline_s)
                 )
         self.calls.close()
+        watch.forget(self._control.fileno())
         self._control.close()
 
     def _give_back(self) -> int:

@@ -2,8 +2,8 @@
 
 Owns the sessions: the one that serves, and former ones of which something is held. Composes what the other modules of
 clientlib do. May be used from any thread and any event loop of the process that connected; a forked child must connect
-for itself. Leases and views outlive `close`, and the daemon. No thread watches the daemon: that it is gone is noticed
-where something is asked of it, or is not found.
+for itself. Leases and views outlive `close`, and the daemon. That a daemon is gone is noticed where something is asked
+of it, or is not found, and by the one thread of `watch`, for those who ask for nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvd.clientlib.leases import Lease
 from kvd.clientlib.namespace import Namespace
 from kvd.clientlib.native_errors import NATIVE, translate
 from kvd.clientlib.session import Session
+from kvd.clientlib.watch import watch
 from kvd.errors import KvdError, UsageError
 from kvd.layout.manifest import Manifest
 from kvd.shm import compute
@@ -54,7 +55,7 @@ def connect(
     `client` names this process for operators. `access` "read" maps the pool read-only. `deadline_s` bounds this call
     and is the default of those that wait. `verify_reads` compares an object with its checksum when it is first looked
     at or copied under a lease (CorruptionError), whoever reads: `fetch`, `acquire`, `adopt`.
-    `reattach`: when the daemon was restarted, attach to the next one by itself, on the next call that needs it.
+    `reattach`: when the daemon was restarted, attach to the next one by itself.
     Raises UnavailableError, CompatibilityError, UsageError.
     """
     return Store(
@@ -115,6 +116,7 @@ class Store:
         self.native = session.native  # read on the hot path: a plain attribute
         self.slot = session.slot
         self.segment_bytes = session.segment_bytes
+        watch.add(session.fileno(), self)
 
     # -- the daemon ---------------------------------------------------------------------------------------
 
@@ -188,6 +190,16 @@ class Store:
         self._former.append(session)
         self._say_left()
         return True
+
+    def tend(self) -> float | None:
+        """The connection has ended: attach again. Seconds until another try, None: there is nothing to do."""
+        session = self._session
+        if self._closed or not session.has_ended():
+            return None
+        self.renew()
+        if not self.reattach or self._session is not session or self._closed:
+            return None  # another session is watched by itself
+        return max((self._look_ns - time.monotonic_ns()) / 1e9, _PAUSE_MIN_NS / 1e9)
 
     def _say_left(self) -> None:
         """Tell the daemon of former attachments of which nothing is held any more."""

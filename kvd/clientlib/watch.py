@@ -1,0 +1,111 @@
+"""One thread of a process that sees its daemons go, for all stores, and attaches these to the next ones.
+
+Without it a client that only reads, or is idle, would never notice: what it finds lies in memory that is still mapped,
+so it would serve from the pool of a daemon that is gone, and hold that pool beside the next daemon's. The thread sleeps
+on the control connections, reads nothing from them, and lives while a store does. Used by `Store` and `Session`.
+
+    watched ── connection ends ──▶ away ── another daemon is there ──▶ watched
+                                     └── closed, dropped, not to attach again ──▶ (forgotten)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import weakref
+from typing import Protocol
+
+_DROPPED_LOOK_S = 10.0  # a store that was dropped without close is forgotten by then
+_JOIN_S = 1.0
+_FAILED_PAUSE_S = 1.0
+_log = logging.getLogger("kvd.client")
+
+
+class Watched(Protocol):
+    """What is used of a store."""
+
+    def tend(self) -> float | None:
+        """Attach again if need be. Seconds until that is worth another try, None: nothing is to be done."""
+
+
+class Watch:
+    """See the module. For any thread; `forget` is called before a descriptor is closed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._stores: dict[int, weakref.ref[Watched]] = {}  # by descriptor of the control connection
+        self._thread: threading.Thread | None = None
+        self._epoll: select.epoll | None = None
+        self._stir = -1
+
+    def add(self, fd: int, store: Watched) -> None:
+        """Watch this connection of a store."""
+        with self._lock:
+            if self._epoll is None:
+                self._epoll = epoll = select.epoll()
+                self._stir = stir = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                epoll.register(stir, select.EPOLLIN)
+                self._thread = threading.Thread(
+                    target=self._run, args=(epoll, stir), name="kvd-watch", daemon=True
+                )
+                self._thread.start()
+            self._stores[fd] = weakref.ref(store)
+            # Once: a forked child may keep the connection open when it is closed here.
+            self._epoll.register(fd, select.EPOLLRDHUP | select.EPOLLONESHOT)
+
+    def forget(self, fd: int) -> None:
+        """This connection is about to be closed. The last one ends the thread."""
+        with self._lock:
+            if self._stores.pop(fd, None) is None or self._epoll is None:
+                return
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(fd)
+            if self._stores:
+                return
+            thread = self._thread
+            os.eventfd_write(self._stir, 1)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_JOIN_S)
+
+    def _run(self, epoll: select.epoll, stir: int) -> None:
+        away: list[weakref.ref[Watched]] = []
+        pause_s = _DROPPED_LOOK_S
+        while True:
+            events = epoll.poll(pause_s)
+            with self._lock:
+                if any(fd == stir for fd, _ in events):
+                    os.eventfd_read(stir)
+                away.extend(self._stores[fd] for fd, _ in events if fd in self._stores)
+                self._stores = {fd: ref for fd, ref in self._stores.items() if ref() is not None}
+                if not self._stores:
+                    self._epoll = self._thread = None
+                    epoll.close()
+                    os.close(stir)
+                    return
+            pauses = [(ref, _tend(ref)) for ref in away]
+            away = [ref for ref, pause in pauses if pause is not None]
+            pause_s = min([_DROPPED_LOOK_S, *(pause for _, pause in pauses if pause is not None)])
+
+    def abandon(self) -> None:
+        """In a forked child, which has no such thread: close the descriptors, keep nothing."""
+        epoll, stir = self._epoll, self._stir
+        self.__init__()  # type: ignore[misc]  # the lock may be held by a thread that is not here
+        if epoll is not None:
+            epoll.close()
+            os.close(stir)
+
+
+def _tend(ref: weakref.ref[Watched]) -> float | None:
+    store = ref()
+    try:
+        return None if store is None else store.tend()
+    except Exception:  # noqa: BLE001  the thread is for all stores: it goes on, and the log says why
+        _log.exception("kvd: cannot attach again; tried again in %g s", _FAILED_PAUSE_S)
+        return _FAILED_PAUSE_S
+
+
+watch = Watch()
+os.register_at_fork(after_in_child=watch.abandon)
