@@ -2,10 +2,9 @@
 
     python benchmarks/engines_vllm.py [--rounds 6] [--quick] [--json build/bench-engines-vllm.json]
 
-Starts a daemon and four engines, each a process: without kvd, with kvd that looks but does not store, with kvd, with
-kvd configured but no daemon. They take turns, one prompt each, and a ratio is taken turn by turn, so that other work on
-the machine hits both sides of it. Model: the checkpoint of examples/make_checkpoint.py, prompts of 2,000 tokens,
-float32, block size 32.
+Starts a daemon and four kinds of engines, two processes of each: without kvd, with kvd that looks but does not store,
+with kvd, with kvd configured but no daemon. They take turns, one prompt each, so that other work hits all of them.
+Model: the checkpoint of examples/make_checkpoint.py, prompts of 2,000 tokens, float32, block size 32. 22 GiB of memory.
 
     vllm_ttft_cold_over_kvd       time to the first token, computed ÷ loaded from kvd (own prefix cache dropped)
     vllm_ttft_kvd_over_local_hit  the same, loaded from kvd ÷ hit in the engine's own prefix cache
@@ -23,6 +22,7 @@ float32, block size 32.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -37,6 +37,7 @@ sys.path.insert(0, str(ROOT / "tests" / "engines"))
 
 PROMPT_TOKENS = 2000
 LONG_TOKENS = 128 * 32 + 1
+PROCESSES = 2  # of each kind
 SEEDS = {"plain": 1000, "looking": 1200, "storing": 1400, "down": 1600}
 TARGETS = {
     "vllm_ttft_cold_over_kvd": (">=", 6.0),
@@ -250,22 +251,27 @@ def first_tokens(kvd: Remote, rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def throughput(engines: dict[str, Remote], rounds: int) -> dict[str, Any]:
-    """Prompts that never repeat, in turn on each engine."""
-    took: dict[str, list[float]] = {name: [] for name in engines}
+def throughput(engines: dict[tuple[str, int], Remote], rounds: int) -> dict[str, Any]:
+    """Prompts that never repeat, in turn on each engine; the fastest process of each kind is compared.
+
+    Two processes of one kind differ by up to a quarter for as long as they live, so one of each would compare luck.
+    """
+    took: dict[tuple[str, int], list[float]] = {key: [] for key in engines}
     order = list(engines.items())
     for n in range(rounds):
         first = n % len(order)
-        for name, engine in order[first:] + order[:first]:
+        for key, engine in order[first:] + order[:first]:
             # Prompts of its own for each: what one engine stores another would find.
-            run = engine.run(SEEDS[name] + n, 16)
-            assert run["cached"] == 0, (name, run)
-            took[name].append(run["took_s"])
+            run = engine.run(SEEDS[key[0]] + 50 * key[1] + n, 16)
+            assert run["cached"] == 0, (key, run)
+            took[key].append(run["took_s"])
+    medians = {key: statistics.median(times) for key, times in took.items()}
+    best = {name: min(took_s for (kind, _), took_s in medians.items() if kind == name) for name in SEEDS}
     return {
-        **{f"{name}_s": times for name, times in took.items()},
-        "vllm_miss_overhead": median_ratio(took["plain"], took["looking"]),
-        "store_overlap": median_ratio(took["plain"], took["storing"]),
-        "vllm_daemon_down": median_ratio(took["plain"], took["down"]),
+        **{f"{name}_{copy}_s": times for (name, copy), times in took.items()},
+        "vllm_miss_overhead": best["plain"] / best["looking"],
+        "store_overlap": best["plain"] / best["storing"],
+        "vllm_daemon_down": best["plain"] / best["down"],
     }
 
 
@@ -314,21 +320,22 @@ def main() -> int:
 
 def measure(folder: Path, model: Path, rounds: int) -> dict[str, Any]:
     """Everything, in one run."""
-    engines: dict[str, Remote] = {}
+    engines: dict[tuple[str, int], Remote] = {}
     with Daemon(folder) as daemon:
         try:
-            for name, socket, extra in (
+            kinds: tuple[tuple[str, str | None, dict[str, Any]], ...] = (
                 ("plain", None, {}),
                 ("looking", daemon.socket, {"store": False}),
                 ("storing", daemon.socket, {}),
                 ("down", str(folder / "nobody.sock"), {}),
-            ):
-                log = ROOT / "build" / f"bench-engines-vllm-{name}.log"
-                engines[name] = Remote(model, socket, extra, log)
+            )
+            for copy, (name, socket, extra) in itertools.product(range(PROCESSES), kinds):
+                log = ROOT / "build" / f"bench-engines-vllm-{name}-{copy}.log"
+                engines[name, copy] = Remote(model, socket, extra, log)
             for engine in engines.values():  # warm
                 engine.run(1, 16)
                 engine.run(2, 16)
-            storing = engines["storing"]
+            storing = engines["storing", 0]
             result = first_tokens(storing, rounds) | throughput(engines, rounds)
             taken = storing.ask("hooks", rounds=10 * rounds)
             for name in ("hook", "arrival", "allocated", "alone"):
