@@ -189,7 +189,7 @@ def _socket(facts: Facts) -> Check:
             return _fail(
                 "socket",
                 f"the directory of {socket.path} is not there",
-                f"{start}; systemd makes the directory, for kvd serve make it first",
+                f"{start}; either makes the last part of its directory, if this user may",
             )
         case Kind.HIDDEN:
             return _fail(

@@ -139,7 +139,7 @@ class App:
             _log.info("listening", socket=passed.getsockname(), passed_by="service manager")
             return passed, None
         path = self.config.server.socket
-        held = named.SocketFile(path)
+        held = named.SocketFile(path, self._env)
         try:
             listener = control_file.bind(path, int(self.config.server.socket_mode, 8))
         except KvdError:

@@ -11,7 +11,9 @@ import contextlib
 import fcntl
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from kvd.config import Config
 from kvd.errors import Retry, UnavailableError, UsageError
@@ -19,15 +21,16 @@ from kvd.server import logs
 from kvd.shm import segments
 
 _log = logs.get("named")
+DIRECTORY_MODE: Final = 0o755  # who may connect is told by the socket's own mode
 
 
-def _lock(path: Path, what: str) -> int:
+def _lock(path: Path, what: str, cure: str = "create its directory for this user") -> int:
     """Take the lock file at `path`. Raises UnavailableError(in-use) with the pid that holds it."""
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise UsageError(
-            f"{what}: {path} cannot be written: {error.strerror}; create its directory for this user",
+            f"{what}: {path} cannot be written: {error.strerror}; {cure}",
             code="lock-file", path=str(path),
         ) from error  # fmt: skip
     try:
@@ -47,12 +50,47 @@ def _write(fd: int, text: str) -> None:
     os.pwrite(fd, text.encode(), 0)
 
 
-class SocketFile:
-    """The control socket's file, ours as long as `<socket>.lock` is locked."""
+def _make_directory(path: Path, cure: str) -> None:
+    """Make the directory of a socket if nothing but its last part is missing. Raises UsageError(lock-file)."""
+    directory = path.parent
+    if directory.is_dir() or not directory.parent.is_dir():
+        return  # it is there; or, so far from there, the name is more likely wrong: the lock file says so
+    old_mask = os.umask(0)  # a narrow umask of the one who starts it would shut all other users out
+    try:
+        directory.mkdir(DIRECTORY_MODE)
+    except FileExistsError:
+        return
+    except OSError as error:
+        raise UsageError(
+            f"server.socket = '{path}': its directory {directory} cannot be made: {error.strerror}; {cure}",
+            code="lock-file", path=str(directory),
+        ) from error  # fmt: skip
+    finally:
+        os.umask(old_mask)
+    _log.info("directory_made", directory=str(directory), mode=f"{DIRECTORY_MODE:04o}")
 
-    def __init__(self, path: str) -> None:
+
+def _elsewhere(env: Mapping[str, str]) -> str:
+    """What to do when the place of the socket cannot be written, with a place that this user may write."""
+    example = ""
+    for base, name in ((env.get("XDG_RUNTIME_DIR"), "kvd"), (env.get("HOME"), ".kvd")):
+        if base and os.path.isabs(base) and os.access(base, os.W_OK | os.X_OK):
+            example = f", such as KVD_SOCKET={base.rstrip('/')}/{name}/kvd.sock"
+            break
+    return (
+        "create its directory for this user, or set server.socket or KVD_SOCKET (for clients and kvctl, too) to a "
+        f"place in a directory that this user may write{example}"
+    )
+
+
+class SocketFile:
+    """The control socket's file, ours as long as `<socket>.lock` is locked. Its directory is made if it is missing."""
+
+    def __init__(self, path: str, env: Mapping[str, str]) -> None:
         self._path = path
-        self._fd = _lock(Path(path + ".lock"), f"server.socket = {path!r}")
+        cure = _elsewhere(env)
+        _make_directory(Path(path), cure)
+        self._fd = _lock(Path(path + ".lock"), f"server.socket = {path!r}", cure)
         _write(self._fd, f"{os.getpid()}\n")
         self._inode: int | None = None
 

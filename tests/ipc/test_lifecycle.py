@@ -92,7 +92,7 @@ def test_named_memory_is_removed_at_exit_and_after_a_crash(daemon):
         ('[pool]\nsizz = "1GiB"', {}, 78, ["pool.sizz", "did you mean 'size'", "kvd.toml"]),
         ("", {"KVD_POOL_SIZE": "lots"}, 78, ["KVD_POOL_SIZE", "'lots'"]),
         ('[pool]\nhuge_pages = "hugetlb"\nsize = "50%"', {}, 78, ["huge pages", "vm.nr_hugepages"]),
-        ('[server]\nsocket = "/nonexistent/kvd.sock"', {}, 69, ["/nonexistent", "create its directory"]),
+        ('[server]\nsocket = "/nonexistent/x/kvd.sock"', {}, 69, ["/nonexistent/x", "KVD_SOCKET"]),
         ('[server]\nmetrics_listen = "9464"', {}, 78, ["server.metrics_listen", "host:port"]),
     ],
 )

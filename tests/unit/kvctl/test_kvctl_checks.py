@@ -78,7 +78,7 @@ def test_without_a_daemon_only_socket_and_daemon_fail() -> None:
     ("socket", "words"),
     [
         (SocketFacts("/s", Kind.ABSENT), ("not there", "start the daemon")),
-        (SocketFacts("/s", Kind.NO_DIRECTORY), ("directory", "make it first")),
+        (SocketFacts("/s", Kind.NO_DIRECTORY), ("directory", "makes the last part")),
         (SocketFacts("/s", Kind.HIDDEN), ("closed to this user", "group")),
         (SocketFacts("/s", Kind.OTHER), ("no socket", "remove this file")),
         (SocketFacts("/s", Kind.SOCKET, 0o660, 0, 42, False), ("may not connect", "group 42")),

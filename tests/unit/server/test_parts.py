@@ -1,10 +1,12 @@
 """The small parts: supervision, metrics, service manager, names, peers, population."""
 
 import asyncio
+import errno
 import json
 import os
 import resource
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -250,9 +252,32 @@ def test_memory_left_by_a_crashed_daemon_is_removed_by_the_next(tmp_path):
     memory.remove()
 
 
-def test_a_directory_that_cannot_be_written_is_named(tmp_path):
-    with pytest.raises(UsageError, match="create its directory"):
-        named.SocketFile(str(tmp_path / "absent" / "s"))
+def test_the_last_part_of_the_sockets_directory_is_made(tmp_path):
+    """Fails if a fresh host has to be prepared for `kvd serve`, or if a narrow umask shuts the other users out."""
+    old_mask = os.umask(0o077)
+    try:
+        held = named.SocketFile(str(tmp_path / "run" / "s"), {})
+    finally:
+        os.umask(old_mask)
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o755
+    held.remove()
+    named.SocketFile(str(tmp_path / "run" / "s"), {}).remove()
+
+
+def test_a_directory_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    """With a place that can be; a directory whose parent is missing, too, is more likely a wrong name: not made."""
+    path = tmp_path / "absent" / "too" / "s"
+    with pytest.raises(UsageError, match=r"create its directory.*server\.socket or KVD_SOCKET") as caught:
+        named.SocketFile(str(path), {"XDG_RUNTIME_DIR": "/nonexistent", "HOME": str(tmp_path)})
+    assert f"KVD_SOCKET={tmp_path}/.kvd/kvd.sock" in caught.value.message
+    assert not path.parent.parent.exists()
+
+    def denied(_path, _mode):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "mkdir", denied)
+    with pytest.raises(UsageError, match=r"absent cannot be made: Permission denied; .*KVD_SOCKET"):
+        named.SocketFile(str(tmp_path / "absent" / "s"), {})
 
 
 # --- peers
