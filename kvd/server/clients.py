@@ -231,7 +231,9 @@ class Clients:
         self.disconnects += 1
         if error is not None:
             client.hostile = True
-            self.protocol_errors += 1
+            self.protocol_errors += isinstance(
+                error, ProtocolError
+            )  # else it is counted as what it is: a kill
             _log.warning("client_disconnected", **self._who(client), code=error.code, reason=error.message)
         else:
             _log.info("client_disconnected", **self._who(client))
