@@ -27,6 +27,7 @@ FDS_PER_CLIENT: Final = 4
 FDS_SPARE: Final = 64
 HUGE_PAGE_BYTES: Final = 2 * limits.MIB
 HUGE_SHARE_GOOD: Final = 0.9
+REFUSED_RECENTLY_S: Final = 3600.0
 
 
 class Level(StrEnum):
@@ -103,6 +104,7 @@ def all_checks(facts: Facts) -> list[Check]:
         _socket(facts),
         *_daemon(facts),
         *_restart(facts),
+        *_connections(facts),
         *_clients(facts),
         _config(facts),
         _library(facts),
@@ -145,6 +147,23 @@ def _restart(facts: Facts) -> list[Check]:
             )
         )
     return found
+
+
+def _connections(facts: Facts) -> Iterator[Check]:
+    """That somebody was refused a connection not long ago, and who held them. Nothing to say of nobody."""
+    section = facts.daemon.status.get("connections", {}) if facts.daemon is not None else {}
+    last = section.get("last_refused")
+    if last is None or last["ago_s"] > REFUSED_RECENTLY_S:
+        return
+    holders = ", ".join(f"pid {row['pid']} ({row['connections']})" for row in last["holders"])
+    yield _warn(
+        "connections",
+        f"{section['refused']} refused since the daemon started, the last {last['ago_s']:.0f} s ago, of user "
+        f"{last['uid']}; {last['held']} were open then (one user may have {section['of_one_user_max']}), most "
+        f"of them: {holders}",
+        "close stores and Admin connections that are not used any more, or raise access.connections_per_uid or "
+        "clients.max",
+    )
 
 
 def _clients(facts: Facts) -> Iterator[Check]:

@@ -288,11 +288,14 @@ def _verified(answer: dict[str, Any]) -> list[tuple[str, Text]]:
 def _refused(counters: dict[str, int]) -> list[tuple[str, Text]]:
     """Row of what was refused, only if something was."""
     words = [
-        f"{counters[name]:,} {word}"
-        for name, word in (
-            ("capacity_refusals", "reservations without room"), ("lease_limit_refusals", "over the lease limit"),
-            ("client_protocol_errors", "clients for malformed messages"), ("clients_killed", "clients killed"),
-            ("pin_refusals", "pins"),
+        output.count(counters[name], one, many)
+        for name, one, many in (
+            ("capacity_refusals", "reservation without room", "reservations without room"),
+            ("lease_limit_refusals", "reservation over the lease limit", "reservations over the lease limit"),
+            ("client_protocol_errors", "peer for malformed messages", "peers for malformed messages"),
+            ("clients_killed", "client killed for what it leased", "clients killed for what they leased"),
+            ("control_connections_refused", "connection", "connections"),
+            ("pin_refusals", "pin", "pins"),
         )
         if counters.get(name)
     ]  # fmt: skip

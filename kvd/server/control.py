@@ -26,6 +26,8 @@ from kvd.errors import (
     InvariantError,
     KvdError,
     ProtocolError,
+    Retry,
+    UnavailableError,
     UsageError,
 )
 from kvd.server import logs
@@ -34,6 +36,7 @@ from kvd.server.clients import Client, Clients, Held
 from kvd.server.domain import Domain
 from kvd.server.ghosts import Ghosts
 from kvd.server.peer import Peer, identify
+from kvd.server.refusals import Refusals
 from kvd.server.supervise import Guard
 from kvd.server.turns import Turns
 from kvd.version import VERSION
@@ -47,6 +50,8 @@ CONNECTIONS_SPARE: Final = 64  # beyond clients.max, for kvctl and for those tha
 CONNECTIONS_SPARE_OF_UID: Final = 16  # of these, what one user may have where the configuration says nothing
 CONNECTIONS_RESERVED: Final = 8  # that root and the daemon's own user have beyond that, for kvctl alone
 ACCEPT_PAUSE_S: Final = 1.0
+# One that administers and was silent for so long makes room for the next one of root or the daemon's own user.
+ADMIN_IDLE_S: Final = 5.0
 
 _log = logs.get("control")
 
@@ -76,6 +81,7 @@ class Connection:
         self.peer = peer
         self.hello: wire.Hello | None = None
         self.is_reserve = False  # beyond what its user may have: for administration alone
+        self.asked_s = self._loop.time()
         self.client: Client | None = None
         self.attached_once = False
         self.unanswered = 0
@@ -107,6 +113,7 @@ class Connection:
         if not data:
             self.close()
             return
+        self.asked_s = self._loop.time()
         try:
             self._asks.extend(self._decoder.feed(data))
             if len(self._asks) + self.unanswered > limits.requests_in_flight_max:
@@ -114,7 +121,7 @@ class Connection:
                     f"more than {limits.requests_in_flight_max} requests without an answer", code="in-flight"
                 )
         except ProtocolError as error:
-            self.fail(error)
+            self.broke_protocol(error)
             return
         self._turn()
 
@@ -154,7 +161,7 @@ class Connection:
 
     def _handshake_late(self) -> None:
         self._handshake = None
-        self.fail(ProtocolError("no hello within 5 s", code="handshake"))
+        self.broke_protocol(ProtocolError("no hello within 5 s", code="handshake"))
 
     def greeted(self, hello: wire.Hello) -> None:
         """The handshake is done."""
@@ -224,7 +231,18 @@ class Connection:
         """Bytes that the peer has not taken yet."""
         return self._out_bytes
 
+    def is_idle_admin(self, since_s: float) -> bool:
+        """Whether it only administers, waits for nothing, and asked for nothing after `since_s`."""
+        if self.hello is None or self.hello.role != "admin" or self.asked_s > since_s:
+            return False
+        return not (self._asks or self.unanswered or self._out_bytes)
+
     # --- ending
+
+    def broke_protocol(self, error: ProtocolError) -> None:
+        """What it said is no message: count it, say why, and close."""
+        self._control.refusals.protocol_error(self.peer, error)
+        self.fail(error)
 
     def fail(self, error: KvdError) -> None:
         """Say why, then close."""
@@ -284,6 +302,7 @@ class Control:
         self._of_uid: Counter[int] = Counter()
         self.guarded = guarded
         clients.on_forgotten = self.let_go
+        self.refusals = Refusals(loop.time, lambda: (connection.peer for connection in self.connections))
         self.ghosts: Ghosts | None = None
         self._own_uid = os.getuid()
         self._accepting = False
@@ -335,7 +354,10 @@ class Control:
                 _refuse(sock, error)
                 continue
             refusal = self._no_room(peer.uid)
+            if refusal is not None and self._is_own(peer.uid) and self._end_idle_admin(peer.uid):
+                refusal = self._no_room(peer.uid)
             if refusal is not None:
+                self.refusals.connection(peer, refusal)
                 _refuse(sock, refusal)
                 peer.close()
                 continue
@@ -362,6 +384,33 @@ class Control:
             )  # fmt: skip
         return None
 
+    def _end_idle_admin(self, uid: int) -> bool:
+        """Close the connection for administration of this user that was silent longest, if that is long enough:
+        what somebody forgot to close must not keep everybody from looking.
+        """
+        since_s = self.loop.time() - ADMIN_IDLE_S
+        idle = [one for one in self.connections if one.peer.uid == uid and one.is_idle_admin(since_s)]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda one: one.asked_s)
+        _log.info(
+            "idle_connection_closed",
+            uid=uid,
+            pid=oldest.peer.pid,
+            idle_s=round(self.loop.time() - oldest.asked_s),
+        )
+        oldest.send(
+            wire.Error.of(
+                UnavailableError(
+                    "this connection was idle and made room for another one; connect again",
+                    code="idle", retry=Retry.REATTACH,
+                )
+            ),
+            0,
+        )  # fmt: skip
+        oldest.close()
+        return True
+
     def _too_many(self, uid: int) -> CapacityError:
         return CapacityError(
             f"user {uid} has {self._of_uid[uid]} control connections open, as many as one may; close some (each "
@@ -384,7 +433,7 @@ class Control:
         try:
             id = wire.id_of(message)
         except ProtocolError as error:
-            connection.fail(error)
+            connection.broke_protocol(error)
             return
         try:
             _, ask = wire.parse_ask(message)
@@ -398,6 +447,8 @@ class Control:
             connection.send(wire.Error.of(error), id)
             if connection.hello is None:
                 self.errors += 1
+                if isinstance(error, ProtocolError):
+                    self.refusals.protocol_error(connection.peer, error)
                 connection.close()
 
     def _hello(self, connection: Connection, id: int, ask: wire.Ask) -> None:
@@ -405,7 +456,9 @@ class Control:
             raise ProtocolError(f"the first message is hello, not {ask.type}", code="handshake")
         self._check_access(connection.peer)
         if connection.is_reserve and ask.role != "admin":
-            raise self._too_many(connection.peer.uid)
+            error = self._too_many(connection.peer.uid)
+            self.refusals.connection(connection.peer, error)
+            raise error
         protocol = wire.agree(ask, VERSION)
         connection.greeted(ask)
         epoch = self._domain.identity.epoch.to_bytes(8, "big")

@@ -100,12 +100,22 @@ class Report:
                 "leases": sum(client.leases for client in self._clients.by_slot.values()),
                 "leased_bytes": sum(client.leased_bytes for client in self._clients.by_slot.values()),
             },
+            "connections": self._connections(),
             "verify": self._verifier.status(),
             "restart": self.restart(),
             "namespaces": self.namespaces(self._largest(used), used),
             "namespaces_count": len(domain.namespaces),
             "lookups": dict(zip(CLIENT_COUNTERS, self._client_counters(), strict=True)),
             "counters": self._counters(),
+        }
+
+    def _connections(self) -> dict[str, object]:
+        control = self.control
+        return {
+            "open": len(control.connections) if control is not None else 0,
+            "of_one_user_max": control.per_uid_max if control is not None else 0,
+            "refused": control.refusals.connections_count if control is not None else 0,
+            "last_refused": control.refusals.last() if control is not None else None,
         }
 
     def _largest(self, used: object) -> list[NamespaceRecord]:
@@ -231,12 +241,15 @@ class Report:
         return totals
 
     def _counters(self) -> dict[str, int]:
+        refusals = self.control.refusals if self.control is not None else None
         return {
             **self._domain.core.counters,
             "client_disconnects": self._clients.disconnects,
-            "client_protocol_errors": self._clients.protocol_errors,
+            "client_protocol_errors": self._clients.protocol_errors
+            + (refusals.protocol_errors_count if refusals is not None else 0),
             "clients_killed": self._clients.kills,
             "control_connections": self.control.accepted if self.control is not None else 0,
+            "control_connections_refused": refusals.connections_count if refusals is not None else 0,
             "namespaces_forgotten": self._domain.namespaces.forgotten_count,
             "control_errors": self.control.errors if self.control is not None else 0,
             "ring_frames": self._runner.frames,

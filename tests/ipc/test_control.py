@@ -16,7 +16,7 @@ from raw import DEADLINE_S, MANIFEST, Raw, ask_until_the_end, client_process, en
 import kvd
 from kvd import limits
 from kvd.clientlib.control import Control
-from kvd.errors import CapacityError, CompatibilityError, ProtocolError, UsageError
+from kvd.errors import CapacityError, CompatibilityError, ProtocolError, UnavailableError, UsageError
 from kvd.server.control import CONNECTIONS_RESERVED
 from kvd.wire import frames
 from kvd.wire import messages as wire
@@ -410,6 +410,74 @@ def test_one_user_has_so_many_connections_and_no_more(daemon):
     until(again, "the place of a connection that was closed")
     for store in kept:
         store.close()
+
+
+def test_refused_connections_are_counted_and_told_with_who_holds_them(daemon):
+    """Fails if a refusal leaves no trace; and if one line is written for each of them."""
+    one = daemon(access={"connections_per_uid": 2})
+    assert one.call("status")["counters"]["control_connections_refused"] == 0
+    assert "kvd_control_connections_refused_total 0" in one.call("metrics")
+    kept = [Control(one.socket, name="test", role="engine", deadline_s=10) for _ in range(2)]
+    for _ in range(5):
+        with pytest.raises(CapacityError):
+            Control(one.socket, name="test", role="engine", deadline_s=10)
+    status = one.call("status")
+    assert status["counters"]["control_connections_refused"] == 5
+    assert status["connections"]["refused"] == 5
+    last = status["connections"]["last_refused"]
+    # The one that is refused because it is no kvctl is connected itself at that moment.
+    assert (last["uid"], last["held"]) == (os.getuid(), 3)
+    assert last["holders"] == [{"pid": os.getpid(), "connections": 3}]
+    lines = [line for line in one.log_text().splitlines() if "connection_refused" in line]
+    assert len(lines) == 1
+    assert f'"uid": {os.getuid()}' in lines[0]
+    assert f'"pid": {os.getpid()}' in lines[0]
+    for store in kept:
+        store.close()
+
+
+def test_idle_admin_connections_make_room_for_the_next_one(daemon):
+    """Fails if connections that somebody forgot to close keep kvctl out: with more of them than there are in reserve,
+    the one that was silent longest is closed after a time, and no other.
+    """
+    one = daemon(access={"connections_per_uid": 2})
+    health = wire.Call("health", {})
+    engine = Control(one.socket, name="engine", role="engine", deadline_s=10)
+    idle = [one.admin() for _ in range(1 + CONNECTIONS_RESERVED)]
+    idle[0].request(health, wire.Result, deadline_s=10)  # so that the second is the oldest
+
+    def look():
+        with contextlib.suppress(CapacityError):
+            return one.call("health")
+        return None
+
+    assert look() is None
+    assert until(look, "room for one more")["state"] in ("ok", "starting")
+    with pytest.raises(UnavailableError):
+        idle[1].request(health, wire.Result, deadline_s=10)
+    for other in (engine, idle[0], *idle[2:]):
+        assert other.request(health, wire.Result, deadline_s=10).result
+    assert "idle_connection_closed" in one.log_text()
+    for control in (engine, *idle):
+        control.close()
+
+
+def test_garbage_is_counted_and_told(daemon):
+    """Fails if what breaks the protocol on the socket leaves no trace in counter, log and status."""
+    one = daemon()
+    for _ in range(3):
+        raw = Raw(one.socket)
+        raw.send(b"GET / HTTP/1.1\r\n\r\n")
+        assert raw.receive()["error"]["code"] == "KVD-PROTOCOL-FRAME"
+    raw = Raw(one.socket)
+    raw.send(wire.Attach().to_map(3))
+    assert raw.receive()["error"]["code"] == "KVD-PROTOCOL-HANDSHAKE"
+    assert one.call("status")["counters"]["client_protocol_errors"] == 4
+    assert "kvd_client_protocol_errors_total 4" in one.call("metrics")
+    lines = [line for line in one.log_text().splitlines() if "malformed_messages" in line]
+    assert len(lines) == 1
+    assert f'"uid": {os.getuid()}' in lines[0]
+    assert f'"pid": {os.getpid()}' in lines[0]
 
 
 def test_names_of_clients_are_shown_and_forgotten(daemon):

@@ -69,6 +69,20 @@ def test_a_healthy_host_with_a_daemon_is_all_ok() -> None:
     }  # fmt: skip
 
 
+def test_a_refused_connection_is_told_with_who_held_them() -> None:
+    """Fails if an operator is not told which process to look at, or is told for ever."""
+    last = {"ago_s": 3.2, "uid": 1000, "held": 80, "holders": [{"pid": 5, "connections": 78}]}
+    section = {"open": 80, "of_one_user_max": 80, "refused": 12, "last_refused": last}
+    found = check(of(pool(), **running({**STATUS, "connections": section})), "connections")
+    assert found.level is Level.WARN
+    for part in ("12 refused", "3 s ago", "user 1000", "80 were open", "pid 5 (78)"):
+        assert part in found.found
+    assert "access.connections_per_uid" in found.advice
+    section["last_refused"] = {**last, "ago_s": 7200.0}
+    late = checks.all_checks(of(pool(), **running({**STATUS, "connections": section})))
+    assert "connections" not in {one.name for one in late}
+
+
 def test_without_a_daemon_only_socket_and_daemon_fail() -> None:
     found = checks.all_checks(of(pool()))
     assert {one.name for one in found if one.level is not Level.OK} == {"socket", "daemon"}
