@@ -14,6 +14,7 @@ from kvd.core.books import Books, Flow
 from kvd.core.columns import u32
 from kvd.core.events import NO_PLACE, NONE, DoReserve, ErrorReply, Reserve, ReservedReply, ReserveStatus
 from kvd.core.leaving import Leaving
+from kvd.core.policy import HARD
 from kvd.core.reservations import LIVE, Reservation, check
 from kvd.core.space import Search, Short, Space, Want
 from kvd.errors import CapacityError, InvariantError, KvdError, Retry, UsageError
@@ -22,6 +23,8 @@ from kvd.errors import CapacityError, InvariantError, KvdError, Retry, UsageErro
 GRANTED = int(ReserveStatus.GRANTED)
 PRESENT = int(ReserveStatus.PRESENT)
 PENDING = int(ReserveStatus.PENDING)
+
+leased_runs_max = 65_536  # looked at to say what leases keep
 
 _live = bytes([LIVE])
 _granted_mask = bytes([1]) + bytes(255)  # translate table: GRANTED -> 1, everything else -> 0
@@ -172,11 +175,10 @@ class Reserving:
             plan = space.plan(search, missing, self._books.now_ns)
             if plan is None:
                 why = f"nothing more can leave to make room ({missing.reason.value})"
-                raise self._no_room(want, why, Retry.AFTER, search.held_bytes)
+                raise self._no_room(want, why, Retry.AFTER, self._leased_bytes(search))
             left = yield from self._leaving.evict(plan)
             search.families += left.families
             search.size_bytes += left.size_bytes
-            search.held_bytes += left.held_bytes
             search.forget(run for run, _ in plan.cuts)  # their numbers are used again
             search.held.update(left.held_runs)
             missing = space.take(want)
@@ -213,20 +215,44 @@ class Reserving:
             reserved_bytes=reserved_bytes, wanted_bytes=want.size_bytes, limit_bytes=limit_bytes,
         )  # fmt: skip
 
-    def _no_room(self, want: Want, why: str, retry: Retry, held_bytes: int = 0) -> CapacityError:
+    def _leased_bytes(self, search: Search) -> int:
+        """What leases keep: what was found held, and all that lies before it, which was not even asked for.
+
+        Pins are counted elsewhere. At most `leased_runs_max` runs are looked at: a refusal, too, is a short turn.
+        """
+        forest = self._books.forest
+        list_of, parent, run_bytes = forest.policy.list_of, forest.parent, forest.run_bytes
+        seen: set[int] = set()
+        leased_bytes = 0
+        for run in search.held:
+            while run != NONE and run not in seen and len(seen) < leased_runs_max:
+                seen.add(run)
+                if list_of[run] != HARD:
+                    leased_bytes += run_bytes[run]
+                run = parent[run]
+        return leased_bytes
+
+    def _no_room(self, want: Want, why: str, retry: Retry, leased_bytes: int = 0) -> CapacityError:
+        """The error with the sum: usable is free, leased, pinned, reserved, in limbo, and other. Other is published and
+        none of these: not looked at, or before what is pinned or being written.
+        """
         books = self._books
         taken = sum(
             len(places) * slot_bytes
             for places, slot_bytes in zip(want.taken, want.shape.slot_bytes, strict=False)
         )
+        published_bytes, reserved_bytes = books.published_bytes, books.reserved_bytes - taken
+        pinned_bytes, limbo_bytes = books.forest.pins.hard_bytes, books.limbo_bytes
         fields: dict[str, object] = {
             "wanted_bytes": want.size_bytes,
             "wanted_families": want.entries_count,
             "usable_bytes": books.slots.usable_bytes,
-            "leased_bytes": held_bytes,
-            "pinned_bytes": books.forest.pins.hard_bytes,
-            "reserved_bytes": books.reserved_bytes - taken,
-            "limbo_bytes": books.limbo_bytes,
+            "free_bytes": books.slots.usable_bytes - published_bytes - reserved_bytes,
+            "leased_bytes": leased_bytes,
+            "pinned_bytes": pinned_bytes,
+            "reserved_bytes": reserved_bytes,
+            "limbo_bytes": limbo_bytes,
+            "other_bytes": published_bytes - limbo_bytes - pinned_bytes - leased_bytes,
         }
         numbers = ", ".join(f"{name} {value}" for name, value in fields.items())
         cure = "release leases or pins, or retry later"

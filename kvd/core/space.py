@@ -73,7 +73,6 @@ class Search:
     passed_over: bool = False  # among the coldest runs there are none with slots of the class
     families: int = 0  # that left
     size_bytes: int = 0
-    held_bytes: int = 0
 
     def forget(self, runs: Iterable[int]) -> None:
         """These numbers may stand for other runs from now on."""

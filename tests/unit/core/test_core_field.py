@@ -146,6 +146,41 @@ def test_b7_when_nothing_can_leave_the_refusal_says_what_holds_the_space() -> No
     assert world.write(0, [key_of("more")], size=MIB) == [0]
 
 
+@pytest.mark.parametrize("length", [32, 256, 2048])
+def test_b7_the_numbers_of_a_refusal_add_up(length: int) -> None:
+    """Fails if what lies before the leased end of a long chain, which nobody asks for, is not counted as leased."""
+    world = World(segments=[8 * MIB], families_max=8192, records_max=16384, audit=False)
+    for at in range(8 * MIB // (4096 * length)):
+        world.write(0, chain(at, length), size=4096)
+        world.hold(1, chain(at, length))
+    for size in (4096, MIB):
+        reply = world.reserve(0, [key_of("more")], size=size)
+        assert isinstance(reply, ev.ErrorReply)
+        fields = reply.error.fields
+        assert fields["leased_bytes"] == 8 * MIB
+        parts = ("free", "leased", "pinned", "reserved", "limbo", "other")
+        assert sum(int(str(fields[f"{part}_bytes"])) for part in parts) == fields["usable_bytes"]
+    world.check_content()
+
+
+def test_b7_pins_free_space_and_the_rest_are_in_the_sum_once() -> None:
+    """Fails if bytes are counted twice: leased and pinned, or before what is leased and pinned."""
+    world = World(segments=[8 * MIB])
+    for at in range(6):
+        world.write(0, chain(at, 1), size=MIB)
+    world.pin(chain(0, 1), ev.PinKind.HARD)
+    for at in range(4):
+        world.hold(1, chain(at, 1))
+    reply = world.reserve(0, chain("more", 5), size=MIB)
+    assert isinstance(reply, ev.ErrorReply)
+    fields = reply.error.fields
+    assert fields["pinned_bytes"] == MIB
+    assert fields["leased_bytes"] == 3 * MIB
+    parts = ("free", "leased", "pinned", "reserved", "limbo", "other")
+    assert sum(int(str(fields[f"{part}_bytes"])) for part in parts) == fields["usable_bytes"]
+    assert all(int(str(fields[f"{part}_bytes"])) >= 0 for part in parts)
+
+
 def test_b8_families_leave_as_a_whole() -> None:
     """Fails if eviction took one member of a family."""
     world = World(segments=[4 * MIB], families_max=512, records_max=1024)
