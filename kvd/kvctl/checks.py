@@ -84,6 +84,7 @@ class Facts:
     kernel: KernelFacts
     native_error: str
     leftovers: tuple[Leftover, ...] = ()
+    options: str = ""  # that doctor was given and that its advice must carry: " --config FILE"
 
 
 def _ok(name: str, found: str) -> Check:
@@ -124,7 +125,9 @@ def _restart(facts: Facts) -> list[Check]:
     found: list[Check] = []
     if facts.leftovers:
         what = "; ".join(f"{item.path}: {item.what}" for item in facts.leftovers)
-        found.append(_warn("left behind", what, "start the daemon to use it again, or kvctl purge"))
+        found.append(
+            _warn("left behind", what, f"start the daemon to use it again, or kvctl purge{facts.options}")
+        )
     section = facts.daemon.status.get("restart", {}) if facts.daemon is not None else {}
     if section.get("dropped_reason"):
         found.append(

@@ -7,6 +7,7 @@ Called by `kvd.kvctl.group`. Asks the machine (`kvd.probe`) and the daemon, chan
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -90,6 +91,11 @@ def gather(socket: str | None, config_file: Path | None, deadline_s: float) -> F
         kernel=kernel.facts(),
         native_error=native_error,
         leftovers=tuple(leftovers.find(config.server.runtime_dir, socket_path)),
+        options="".join(
+            f" {name} {shlex.quote(str(value))}"
+            for name, value in (("--config", config_file), ("--socket", socket))
+            if value is not None
+        ),
     )
 
 

@@ -87,6 +87,20 @@ def find(runtime_dir: str, socket_path: str) -> list[Leftover]:
     return found
 
 
+def other_keepers(runtime_dir: str, table: Path = Path("/proc/net/unix")) -> list[str]:
+    """Sockets of keepers that listen in other directories than this one: of daemons that run, or that are gone."""
+    try:
+        lines = table.read_text(errors="replace").splitlines()[1:]
+    except OSError:
+        return []
+    # Num RefCount Protocol Flags Type St Inode Path; a socket that listens has __SO_ACCEPTCON (0x10000) in its flags.
+    rows = [line.split(maxsplit=7) for line in lines]
+    paths = {row[7] for row in rows if len(row) == 8 and int(row[3], 16) & 0x10000 and row[7].startswith("/")}
+    return sorted(
+        path for path in paths if Path(path).name == KEEPER_SOCKET and path != keeper_path(runtime_dir)
+    )
+
+
 def remove(leftover: Leftover) -> bool:
     """Remove one thing that `find` named. False: it is gone already. Raises OSError if it may not be removed."""
     match leftover.kind:

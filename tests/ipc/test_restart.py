@@ -382,6 +382,19 @@ def test_purge_removes_what_a_dead_daemon_left(series: Any) -> None:
     assert refused.exit_code != 0
     assert str(one.running.pid) in refused.output
     one.kill()
+    told = CliRunner().invoke(app, ["doctor", *run[1:3]])
+    assert f"kvctl purge --config {one.running.config}" in " ".join(told.output.split())
+    elsewhere = str(one.directory / "elsewhere")
+    lost = CliRunner().invoke(
+        app, ["purge", "--yes"], env={"KVD_SERVER_RUNTIME_DIR": elsewhere, "KVD_SOCKET": f"{elsewhere}/s"}
+    )
+    for part in (
+        f"nothing was left in {elsewhere}",
+        f"at {elsewhere}/s",
+        f"a keeper listens at {keeper}",
+        "--config",
+    ):
+        assert part in lost.output
     assert {item.kind for item in leftovers.find(str(one.directory), one.running.socket)} == {
         "keeper",
         "socket",
