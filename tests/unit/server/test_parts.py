@@ -218,17 +218,17 @@ def config(tmp_path, **pool_options):
 
 def test_one_socket_one_daemon(tmp_path):
     path = str(tmp_path / "s")
-    first = named.SocketFile(path)
+    first = named.SocketFile(path, {})
     with pytest.raises(UnavailableError, match=f"pid {os.getpid()}") as caught:
-        named.SocketFile(path)
+        named.SocketFile(path, {})
     assert caught.value.code == "KVD-UNAVAILABLE-IN-USE"
     first.release()
-    named.SocketFile(path).release()
+    named.SocketFile(path, {}).release()
 
 
 def test_only_ones_own_socket_file_is_removed(tmp_path):
     path = tmp_path / "s"
-    held = named.SocketFile(str(path))
+    held = named.SocketFile(str(path), {})
     path.touch()
     held.bound()
     path.rename(tmp_path / "old")
