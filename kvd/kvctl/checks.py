@@ -14,6 +14,7 @@ from typing import Any, Final
 from kvd import limits
 from kvd.config import Config, Sizes, format_size
 from kvd.errors import KvdError, UnavailableError
+from kvd.probe import leftovers
 from kvd.probe.hugepages import HugePageFacts
 from kvd.probe.kernel import KernelFacts
 from kvd.probe.leftovers import Leftover
@@ -84,6 +85,8 @@ class Facts:
     kernel: KernelFacts
     native_error: str
     leftovers: tuple[Leftover, ...] = ()
+    owner_pid: int | None = None  # of the daemon that holds the lock of this socket, answers or not
+    owner_state: str = ""
     options: str = ""  # that doctor was given and that its advice must carry: " --config FILE"
 
 
@@ -204,6 +207,10 @@ def _socket(facts: Facts) -> Check:
     start = (
         "start the daemon (systemctl start kvd, or kvd serve), or point KVD_SOCKET or --socket at its socket"
     )
+    is_lost = isinstance(error, UnavailableError) and error.code == "KVD-UNAVAILABLE-NO-DAEMON"
+    if is_lost and facts.owner_pid is not None and socket.kind in (Kind.ABSENT, Kind.SOCKET):
+        found, _, advice = leftovers.socket_is_gone(socket.path, facts.owner_pid).partition(": ")
+        return _fail("socket", found, advice)
     match socket.kind:
         case Kind.ABSENT:
             return _fail("socket", f"{socket.path} is not there", start)
@@ -232,7 +239,7 @@ def _socket(facts: Facts) -> Check:
             f"{owner}: this user may not connect",
             f"add this user to group {socket.gid} and log in again, or set server.socket_mode",
         )
-    if isinstance(error, UnavailableError) and error.code == "KVD-UNAVAILABLE-NO-DAEMON":
+    if is_lost:
         return _fail(
             "socket",
             f"{owner}: stale, nobody listens",
@@ -250,10 +257,17 @@ def _socket(facts: Facts) -> Check:
 def _daemon(facts: Facts) -> Iterator[Check]:
     if facts.daemon is None:
         error = facts.daemon_error
-        text = "not running" if error is None or error.code == "KVD-UNAVAILABLE-NO-DAEMON" else error.message
-        advice = "see socket" if text == "not running" else "its log says more: journalctl -u kvd"
+        lost = error is None or error.code == "KVD-UNAVAILABLE-NO-DAEMON"
+        text = error.message if error is not None and not lost else "not running"
+        if lost and facts.owner_pid is not None:
+            text = "runs and cannot be reached"
+        advice = "see socket" if lost else "its log says more: journalctl -u kvd"
         if error is not None and error.code == "KVD-UNAVAILABLE-DEADLINE":
             advice = "it is stopped, frozen or overloaded: look at its process state and log; systemctl restart kvd"
+            if facts.owner_state.startswith("T"):
+                advice = f"kill -CONT {facts.owner_pid} lets it go on"
+        if facts.owner_pid is not None:
+            text = f"pid {facts.owner_pid}{f' ({facts.owner_state})' if facts.owner_state else ''}: {text}"
         yield _fail("daemon", text, advice)
         return
     daemon = facts.daemon

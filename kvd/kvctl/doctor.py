@@ -72,6 +72,7 @@ def gather(socket: str | None, config_file: Path | None, deadline_s: float) -> F
         config_error = error
     socket_path = socket or os.environ.get("KVD_SOCKET") or config.server.socket
     daemon, daemon_error, native_error = _ask(socket_path, deadline_s)
+    owner_pid = leftovers.daemon_pid(socket_path) or None  # 0: its number is not known
     return Facts(
         socket=unixsocket.facts(socket_path),
         daemon=daemon,
@@ -91,6 +92,8 @@ def gather(socket: str | None, config_file: Path | None, deadline_s: float) -> F
         kernel=kernel.facts(),
         native_error=native_error,
         leftovers=tuple(leftovers.find(config.server.runtime_dir, socket_path)),
+        owner_pid=owner_pid,
+        owner_state="" if owner_pid is None else process.state(owner_pid),
         options="".join(
             f" {name} {shlex.quote(str(value))}"
             for name, value in (("--config", config_file), ("--socket", socket))

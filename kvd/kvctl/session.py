@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvd.errors import UsageError
+from kvd.errors import UnavailableError, UsageError
+from kvd.probe import leftovers
 
 if TYPE_CHECKING:
     from kvd.clientlib.store import Admin
@@ -97,7 +98,15 @@ def open_admin(path: str, deadline_s: float) -> Admin:
     """A connection to the daemon. Raises UnavailableError, UsageError, CompatibilityError."""
     from kvd.clientlib.store import Admin
 
-    return Admin(path, deadline_s=deadline_s)
+    try:
+        return Admin(path, deadline_s=deadline_s)
+    except UnavailableError as error:
+        # Nobody listens there, and yet a daemon may live: its lock tells. To start another one would not help.
+        pid = leftovers.daemon_pid(path) if error.code == "KVD-UNAVAILABLE-NO-DAEMON" else None
+        if not pid:  # 0: nobody may be told to end that
+            raise
+        message = leftovers.socket_is_gone(path, pid)
+        raise UnavailableError(message, code="no-daemon", socket=path, pid=pid) from error
 
 
 def deadline_of(ctx: typer.Context, timeout_s: float | None, otherwise_s: float = DEADLINE_S) -> float:

@@ -53,6 +53,13 @@ def daemon_pid(socket_path: str) -> int | None:
     return _holder(Path(socket_path + ".lock"))
 
 
+def socket_is_gone(socket_path: str, pid: int) -> str:
+    """What to say when the daemon `pid` holds the lock of a socket at which it cannot be reached any more."""
+    return (
+        f"pid {pid} runs but its socket file {socket_path} is gone: kill -TERM {pid}, then start the daemon"
+    )
+
+
 def _holder(path: Path) -> int | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

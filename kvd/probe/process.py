@@ -8,6 +8,10 @@ from pathlib import Path
 from kvd.probe import files
 
 _CAP_IPC_LOCK = 14
+_STATES = {
+    "R": "running", "S": "sleeping", "D": "waiting for a device", "T": "stopped", "t": "held by a debugger",
+    "Z": "ended, not reaped", "I": "idle", "X": "ended",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,12 @@ def private_bytes(pid: int | str = "self", root: Path = Path("/")) -> int | None
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
     return None
+
+
+def state(pid: int, root: Path = Path("/")) -> str:
+    """What a process does now, as its letter and in words: "T: stopped". Empty if it is gone or cannot be seen."""
+    words = (files.text(root / f"proc/{pid}/stat") or "").rpartition(")")[2].split()
+    return f"{words[0]}: {_STATES.get(words[0], 'see man 5 proc')}" if words else ""
 
 
 def _bound(word: str) -> int | None:

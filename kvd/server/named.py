@@ -17,6 +17,7 @@ from typing import Final
 
 from kvd.config import Config
 from kvd.errors import Retry, UnavailableError, UsageError
+from kvd.probe import leftovers
 from kvd.server import logs
 from kvd.shm import segments
 
@@ -90,7 +91,15 @@ class SocketFile:
         self._path = path
         cure = _elsewhere(env)
         _make_directory(Path(path), cure)
-        self._fd = _lock(Path(path + ".lock"), f"server.socket = {path!r}", cure)
+        try:
+            self._fd = _lock(Path(path + ".lock"), f"server.socket = {path!r}", cure)
+        except UnavailableError as error:
+            pid = leftovers.daemon_pid(path)
+            if not pid or os.path.lexists(path):
+                raise
+            raise UnavailableError(
+                leftovers.socket_is_gone(path, pid), code="in-use", retry=Retry.NEVER, path=path, pid=str(pid)
+            ) from error  # fmt: skip
         _write(self._fd, f"{os.getpid()}\n")
         self._inode: int | None = None
 

@@ -1,6 +1,7 @@
 """Names, memory, exit codes, stop and metrics of real daemons; failure rows by name."""
 
 import contextlib
+import json
 import mmap
 import os
 import signal
@@ -13,10 +14,12 @@ import urllib.request
 
 import pytest
 from raw import MANIFEST, Raw, ask_until_the_end, client_process, end
+from typer.testing import CliRunner
 
 import kvd
 from kvd.clientlib.control import Control
 from kvd.errors import UnavailableError
+from kvd.kvctl.main import app as kvctl
 from kvd.wire import messages as wire
 
 pytestmark = pytest.mark.slow  # each starts a daemon
@@ -83,6 +86,24 @@ def test_named_memory_is_removed_at_exit_and_after_a_crash(daemon):
     assert len(set(os.listdir("/dev/shm")) - before) == 1
     assert two.stop() == 0
     assert set(os.listdir("/dev/shm")) == before
+
+
+def test_a_daemon_whose_socket_file_was_removed_is_named_by_all_who_look_for_it(daemon):
+    """Fails if the next start, kvctl stop and doctor send people to one another, and nobody says whom to end."""
+    one = daemon()
+    os.unlink(one.socket)
+    cure = f"kill -TERM {one.pid}, then start the daemon"
+    second = serve(one.config, {})
+    assert second.returncode == 69
+    assert cure in second.stderr
+    stop = CliRunner().invoke(kvctl, ["stop", "--socket", one.socket])
+    assert stop.exit_code == 3
+    assert cure in stop.output
+    told = CliRunner().invoke(kvctl, ["doctor", "--json", "--socket", one.socket])
+    found = {row["name"]: row for row in json.loads(told.output)["checks"]}
+    assert found["socket"]["advice"] == cure
+    assert f"pid {one.pid} (" in found["daemon"]["found"]
+    assert one.stop() == 0
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,27 @@ def test_a_refused_connection_is_told_with_who_held_them() -> None:
     assert "connections" not in {one.name for one in late}
 
 
+def test_a_daemon_whose_socket_file_is_gone_is_named() -> None:
+    """Fails if doctor sends people to start a daemon that cannot start while the lost one lives."""
+    for socket in (SocketFacts("/s", Kind.ABSENT), SocketFacts("/s", Kind.SOCKET, 0o660, 0, 0, True)):
+        facts = of(pool(), socket=socket, owner_pid=77, owner_state="S: sleeping")
+        found = check(facts, "socket")
+        assert (found.level, found.advice) == (Level.FAIL, "kill -TERM 77, then start the daemon")
+        assert "pid 77 runs but its socket file" in found.found
+        assert check(facts, "daemon").found == "pid 77 (S: sleeping): runs and cannot be reached"
+
+
+def test_a_daemon_that_is_stopped_is_named_with_its_state() -> None:
+    late = UnavailableError("no answer within 5 s", code="deadline")
+    socket = SocketFacts("/s", Kind.SOCKET, 0o660, 0, 0, True)
+    facts = of(pool(), socket=socket, daemon_error=late, owner_pid=77, owner_state="T: stopped")
+    found = check(facts, "daemon")
+    assert (found.level, found.found) == (Level.FAIL, "pid 77 (T: stopped): no answer within 5 s")
+    assert found.advice == "kill -CONT 77 lets it go on"
+    facts = of(pool(), socket=socket, daemon_error=late, owner_pid=77, owner_state="R: running")
+    assert "overloaded" in check(facts, "daemon").advice
+
+
 def test_without_a_daemon_only_socket_and_daemon_fail() -> None:
     found = checks.all_checks(of(pool()))
     assert {one.name for one in found if one.level is not Level.OK} == {"socket", "daemon"}

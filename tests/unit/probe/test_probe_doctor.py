@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.probe import kernel, process, unixsocket
+from kvd.probe import kernel, leftovers, process, unixsocket
 from kvd.probe.unixsocket import Kind
 
 LIMITS = """\
@@ -32,6 +32,27 @@ def test_limits_of_a_process(tmp_path: Path, capabilities: str, may_lock: bool) 
     put(tmp_path, "proc/42/status", f"Name:\tkvd\nCapEff:\t{capabilities}\n")
     found = process.limits(42, tmp_path)
     assert found == process.ProcessLimits(8 << 20, None, 1024, 524_288, may_lock)
+
+
+def test_what_a_process_does(tmp_path: Path) -> None:
+    put(tmp_path, "proc/42/stat", "42 (a) name) T 1 42 42\n")
+    assert process.state(42, tmp_path) == "T: stopped"
+    assert process.state(43, tmp_path) == ""
+
+
+def test_keepers_that_listen_elsewhere(tmp_path: Path) -> None:
+    """Only sockets that listen, by the whole name of their file."""
+    rows = "".join(
+        f"0: 00000002 00000000 {flags} 0005 01 {number} {path}\n"
+        for number, (flags, path) in enumerate(
+            [
+                ("00010000", "/run/a b/keeper.sock"), ("00000000", "/run/c/keeper.sock"),
+                ("00010000", "/run/kvd/keeper.sock"), ("00010000", "@keeper.sock"), ("00010000", "/x/housekeeper.sock"),
+            ]
+        )
+    )  # fmt: skip
+    put(tmp_path, "unix", f"Num RefCount Protocol Flags Type St Inode Path\n{rows}1: 2 0 00010000 1 1 9\n")
+    assert leftovers.other_keepers("/run/kvd", tmp_path / "unix") == ["/run/a b/keeper.sock"]
 
 
 def test_limits_of_a_process_that_is_gone(tmp_path: Path) -> None:
