@@ -137,11 +137,13 @@ class Lease:
             )  # fmt: skip
 
     def release(self) -> None:
-        """Give the lease back. Raises ViewsAliveError while views of it live."""
+        """Give the lease back. Raises ViewsAliveError while views of it live, UsageError(forked) in a forked child."""
         try:
             self._native.release()
         except BufferError as error:
             raise _views_alive(error) from None
+        except NATIVE as error:
+            raise translate(error) from None
 
 
 class Leases(Sequence[Lease]):
@@ -209,11 +211,16 @@ class Leases(Sequence[Lease]):
         return await asyncio.to_thread(self.copy_to, destinations, member=member, threads=threads)
 
     def release(self) -> None:
-        """Give all back at once. Raises ViewsAliveError while views live; then they end with the last view."""
+        """Give all back at once. Raises ViewsAliveError while views live; then they end with the last view.
+
+        Raises UsageError(forked) in a forked child: the leases are the parent's, which gives them back.
+        """
         try:
             self._native.release()
         except BufferError as error:
             raise _views_alive(error) from None
+        except NATIVE as error:
+            raise translate(error) from None
 
     def __enter__(self) -> Leases:
         return self
@@ -223,8 +230,9 @@ class Leases(Sequence[Lease]):
     ) -> None:
         try:
             self.release()
-        except ViewsAliveError:
-            # The views of a failing block live on in its traceback: its error is the one to show.
+        except (ViewsAliveError, UsageError):
+            # The views of a failing block live on in its traceback: its error is the one to show. So it is in a forked
+            # child, where the release fails, too.
             if error is None:
                 raise
 

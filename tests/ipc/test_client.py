@@ -388,16 +388,36 @@ def test_a_forked_child_is_told_to_connect_for_itself(store: kvd.Store) -> None:
     chain = ns.chain(tokens(1), CHUNK)
     publish(ns, chain, payloads(1))
     leases = ns.acquire(chain)
+
+    def leave() -> None:
+        with leases:
+            pass
+
+    def fail() -> None:
+        with leases:
+            raise KeyError("of the block")
+
+    one = leases[0]
     child = os.fork()
     if child == 0:
-        code = 1
+        code = 0
+        for number, call in enumerate((lambda: ns.match(chain), leases.release, one.release, leave)):
+            try:
+                call()
+            except UsageError as error:
+                told = error.code == "KVD-USAGE-FORKED" and "connect again in the child" in str(error)
+                code |= 0 if told else 1 << number
+            except BaseException:  # noqa: BLE001 - the exit code tells
+                code |= 1 << number
+            else:
+                code |= 1 << number
         try:
-            ns.match(chain)
-        except UsageError as error:
-            code = 0 if "connect" in str(error) else 2
+            fail()
+        except KeyError:
+            pass
         except BaseException:  # noqa: BLE001 - the exit code tells
-            code = 3
-        del leases
+            code |= 16
+        del leases, one
         gc.collect()
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
