@@ -63,7 +63,7 @@ class Reserving:
             raise InvariantError(f"client {event.client} is not attached", code="client", client=event.client)
         if not client.writable:
             raise UsageError(
-                f"client '{client.name}' is attached read-only: attach with writable=True to reserve",
+                f"client '{client.name}' is attached read-only: connect with access=\"write\" to reserve",
                 code="read-only",
             )
         shape = books.shapes.of(event.members)

@@ -179,7 +179,9 @@ def test_items_outside_the_reservation_are_refused() -> None:
 def test_read_only_clients_cannot_reserve() -> None:
     world = World(clients=1)
     world.attach(5, writable=False)
-    assert "attached read-only" in refused(world.reserve(5, chain("a", 1))).message
+    said = refused(world.reserve(5, chain("a", 1))).message
+    assert "attached read-only" in said
+    assert 'access="write"' in said
 
 
 def test_a_prefix_never_crosses_namespaces() -> None:
