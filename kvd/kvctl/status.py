@@ -277,9 +277,12 @@ def _verified(answer: dict[str, Any]) -> list[tuple[str, Text]]:
     )
     parts = [Text(f"walk: {walk_progress(running)}")] if running else []
     if last and not running:
-        parts.append(
-            Text(f"last walk {output.duration(last['ended_s'])} ago, {last['objects']:,} objects intact")
-        )
+        ago, intact = output.duration(last["ended_s"]), f"{output.count(last['objects'], 'object')} intact"
+        if last["stopped"]:
+            share = output.share(last["progress"], 1)
+            parts.append(Text(f"last walk cut short {ago} ago at {share} of the index, {intact}"))
+        else:
+            parts.append(Text(f"last walk {ago} ago, {intact}"))
     if damaged:
         parts.append(output.styled(f"{output.count(damaged, 'object')} found damaged and withdrawn", "bad"))
     return [("verified", Text("; ").join(parts))] if parts else []

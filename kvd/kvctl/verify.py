@@ -50,12 +50,15 @@ def verify(
 
     Exit code 1 if damage was found. If a walk goes on already, it is shown instead of a second one begun.
     """
+    if stop and detach:
+        raise UsageError("--stop ends a walk and --detach begins one: give one of them", code="options")
     rate_bytes_s = _rate(rate)
     with connected(ctx, socket, timeout) as admin:
         if stop:
-            result = admin.call("verify_stop")["last"]
+            answer = admin.call("verify_stop")
+            result = answer["ended"]
             if result is None:
-                raise UsageError("nothing was verified since the daemon started", code="not-found")
+                raise UsageError(f"no walk goes on; {_last(answer['last'])}", code="not-found")
         else:
             params = {} if namespace is None else {"namespace": namespace_number(admin, namespace)}
             begun = admin.call("verify", rate=rate_bytes_s, **params)
@@ -68,6 +71,13 @@ def verify(
         show(output.console(), result)
     if result["damaged"]:
         raise typer.Exit(ExitCode.NO)
+
+
+def _last(last: dict[str, Any] | None) -> str:
+    if last is None:
+        return "nothing was verified since the daemon started"
+    how = "was stopped" if last["stopped"] else "was done"
+    return f"the last one, number {last['number']}, {how} {output.duration(last['ended_s'])} ago"
 
 
 def _rate(text: str) -> int:

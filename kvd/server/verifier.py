@@ -188,12 +188,13 @@ class Verifier:
         return {"started": started, **self._shown(self._sweep)}
 
     def stop_sweep(self) -> dict[str, object]:
-        """End a sweep where it is."""
-        if self._sweep is not None:
-            self._sweep.stopped = True
-            self._end_sweep(self._sweep)
+        """End a sweep where it is. `ended` in the answer is that sweep, None if none went on."""
+        ending = self._sweep
+        if ending is not None:
+            ending.stopped = True
+            self._end_sweep(ending)
             self._wanted.set()
-        return self.status()
+        return {**self.status(), "ended": self._shown(ending) if ending is not None else None}
 
     # --- what is told
 

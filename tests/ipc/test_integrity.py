@@ -148,7 +148,8 @@ def test_a_walk_keeps_to_its_rate_stops_when_told_and_knows_its_namespace(daemon
         while not running.call("verify_status")["running"]["objects"]:
             pass
         assert store.call("damaged", key=chain[0].hex(), member=0)["looked_at"] == 1
-        running.call("verify_stop")
+        assert running.call("verify_stop")["ended"]["stopped"]
+        assert running.call("verify_stop")["ended"] is None, "that one ended before"
         last = running.call("verify_status")["last"]
         assert last["stopped"]
         assert last["objects"] < 32 * CHUNKS

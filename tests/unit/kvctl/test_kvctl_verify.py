@@ -42,11 +42,28 @@ def test_a_walk_that_goes_on_is_followed_and_said_to_be_another(kvctl: Any) -> N
 
 
 def test_stop_and_detach_do_not_wait(kvctl: Any) -> None:
-    kvctl.against(verify={"started": True, **WALK}, verify_stop=ended(stopped=True))
+    stopped = {**WALK, "stopped": True}
+    kvctl.against(verify={"started": True, **WALK}, verify_stop={**ended(stopped=True), "ended": stopped})
     assert "walk number 3 goes on" in kvctl("verify", "--detach")
     assert "stopped in 1.5 s" in kvctl("verify", "--stop")
-    kvctl.against(verify_stop={"running": None, "last": None, "sample_every": 0})
+    kvctl.against(verify_stop={"running": None, "last": None, "sample_every": 0, "ended": None})
     assert "nothing was verified" in kvctl("verify", "--stop", code=ExitCode.NO)
+
+
+def test_to_stop_what_does_not_go_on_shows_no_other_walk(kvctl: Any) -> None:
+    """Fails if an earlier walk is shown as what was stopped, and if two options that contradict are taken."""
+    kvctl.against(verify_stop={**ended(ended_s=7.0), "ended": None})
+    text = kvctl("verify", "--stop", code=ExitCode.NO)
+    assert "no walk goes on; the last one, number 3, was done 7.0 s ago" in text
+    assert "intact" not in text
+    assert "give one of them" in kvctl("verify", "--stop", "--detach", code=ExitCode.USAGE)
+
+
+def test_status_says_that_a_walk_was_cut_short(kvctl: Any, changed: Any) -> None:
+    last = {**WALK, "stopped": True, "progress": 0.25, "objects": 1, "ended_s": 7.0}
+    text = kvctl.against(status=changed({"verify.last": last}))("status")
+    assert "last walk cut short 7.0 s ago at 25% of the index, 1 object intact" in text
+    assert "last walk 0.0 s ago" in kvctl.against(status=changed({"verify.last": WALK}))("status")
 
 
 def test_a_rate_that_is_none_is_refused_by_name(kvctl: Any) -> None:
