@@ -14,6 +14,7 @@ from typing import Any, Final
 from kvd import limits
 from kvd.config import Config, Sizes, format_size
 from kvd.errors import KvdError, UnavailableError
+from kvd.kvctl.output import count
 from kvd.probe import leftovers
 from kvd.probe.hugepages import HugePageFacts
 from kvd.probe.kernel import KernelFacts
@@ -142,7 +143,8 @@ def _restart(facts: Facts) -> list[Check]:
         )
     if section.get("waiting_for"):
         who = ", ".join(
-            f"pid {row['pid']} ({row['leases']} leases, {row['leased_bytes']} B, {row['being_written']} slots)"
+            f"pid {row['pid']} ({count(row['leases'], 'lease')}, {row['leased_bytes']} B, "
+            f"{count(row['being_written'], 'slot')})"
             for row in section["waiting_for"]
         )
         found.append(
@@ -181,7 +183,7 @@ def _clients(facts: Facts) -> Iterator[Check]:
         yield _warn(
             "clients",
             f"pid {row['pid']} ({row['name']}, user {row['uid']}){left} has held memory that was to be reused for "
-            f"{row['blocks_reclaim_s']:.0f} s: {row['leases']} leases on {format_size(row['leased_bytes'])}",
+            f"{row['blocks_reclaim_s']:.0f} s: {count(row['leases'], 'lease')} on {format_size(row['leased_bytes'])}",
             "it comes back when that process releases its leases (finish or abort its requests) or ends: "
             f"kill {row['pid']}, if it hangs; clients.leased_max and clients.leased_over bound what one may hold",
         )
@@ -480,13 +482,14 @@ def _open_files(facts: Facts) -> Check:
         return _warn(
             "open files",
             found,
-            f"{clients} clients, {segments} segments need {daemon_needs}: LimitNOFILE={2 * daemon_needs}",
+            f"{count(clients, 'client')} and {count(segments, 'segment')} need {daemon_needs}: "
+            f"LimitNOFILE={2 * daemon_needs}",
         )
     if own.open_files_soft is not None and own.open_files_soft < client_needs:
         return _warn(
             "open files",
             found,
-            f"a client of {segments} segments needs {client_needs}: ulimit -n {2 * client_needs}",
+            f"a client of {count(segments, 'segment')} needs {client_needs}: ulimit -n {2 * client_needs}",
         )
     return _ok("open files", found)
 

@@ -28,6 +28,7 @@ from kvd.kvctl.status import print_namespaces
 if TYPE_CHECKING:
     from kvd.kvctl.session import Asking
 
+LS_FAMILIES = 100  # shown without --limit
 PAGE_FAMILIES = 1000
 PAGE_NAMESPACES = 1000
 KeyArgument = Annotated[
@@ -41,19 +42,26 @@ def ls(
         str | None,
         typer.Argument(metavar="NAMESPACE", help="Number, label or root; without it: all namespaces."),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Families shown at most.")] = 100,
-    everything: Annotated[bool, typer.Option("--all", help="All families, whatever --limit says.")] = False,
+    limit: Annotated[
+        int | None,
+        typer.Option("--limit", min=1, help=f"Families shown at most; default: {LS_FAMILIES}."),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All families; not with --limit.")] = False,
     socket: SocketOption = None,
     timeout: TimeoutOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List namespaces, or the families (chunks) of one namespace."""
+    if everything and limit is not None:
+        raise UsageError(
+            f"--all shows every family and --limit {limit} at most {limit}: give one of them", code="options"
+        )
     with connected(ctx, socket, timeout) as admin:
         if namespace is None:
             rows = _namespaces(admin)
         else:
             number = namespace_number(admin, namespace)
-            rows, more = _families(admin, number, None if everything else limit)
+            rows, more = _families(admin, number, None if everything else limit or LS_FAMILIES)
     out = output.console()
     if namespace is None:
         if as_json:

@@ -223,8 +223,8 @@ def _lookups_line(lookups: dict[str, int], counters: dict[str, int]) -> str:
     if not lookups["keys_asked"]:
         return "none yet"
     parts = [
-        f"{output.share(lookups['keys_hit'], lookups['keys_asked'])} of {lookups['keys_asked']:,} chunks found "
-        f"in {output.count(lookups['lookups'], 'lookup')}"
+        f"{output.share(lookups['keys_hit'], lookups['keys_asked'])} of "
+        f"{output.count(lookups['keys_asked'], 'chunk')} found in {output.count(lookups['lookups'], 'lookup')}"
     ]
     misses = [
         f"{counters[name]:,} {word}"
@@ -246,10 +246,11 @@ def _writes_line(counters: dict[str, int]) -> str:
     parts = [
         f"{output.count(counters['published'], 'object')} ({output.size(counters['published_bytes'])}) published"
     ]
+    duplicates = "duplicate" if counters["duplicates"] == 1 else "duplicates"
     parts += [
         f"{counters[name]:,} {word}"
         for name, word in (
-            ("duplicates", "duplicates"), ("differs", "with other bytes"), ("aborted", "given back"),
+            ("duplicates", duplicates), ("differs", "with other bytes"), ("aborted", "given back"),
             ("orphaned", "left by dead writers"),
         )
         if counters[name]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvd.errors import ProtocolError, UsageError
+from kvd.errors import CompatibilityError, ProtocolError, UsageError
 from kvd.kvctl import output
 from kvd.kvctl.exits import ExitCode
 from kvd.kvctl.session import JsonOption, SocketOption, TimeoutOption, connected, print_json
@@ -110,7 +110,11 @@ def replay(
 
     replayed = Replay()
     for value in _values(file):
-        replayed.take(value)
+        try:
+            replayed.take(value)
+        except (ProtocolError, CompatibilityError) as error:
+            error.message = f"{file}: {error.message}"
+            raise
         if replayed.done or (upto is not None and replayed.events >= upto):
             break
     if replayed.core is None:
@@ -174,6 +178,7 @@ def _show(file: Path, result: dict[str, Any]) -> None:
         out.print(output.styled(f"different: {result['difference']}", "bad"))
     statistics = result["statistics"]
     out.print(
-        f"ended: {result['ended']}; {statistics['families']:,} families, {statistics['records']:,} objects, "
+        f"ended: {result['ended']}; {output.count(statistics['families'], 'family', 'families')}, "
+        f"{output.count(statistics['records'], 'object')}, "
         f"{output.count(statistics['reservations'], 'reservation')}"
     )

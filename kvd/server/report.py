@@ -218,7 +218,7 @@ class Report:
         pool_text = format_size(size_bytes)
         if not self._progress.done:
             pool_text = f"{100 * populated_bytes // max(1, size_bytes)}% of {pool_text} populated"
-        return f"{self._supervisor.state}, {attached} clients, pool {pool_text}"
+        return f"{self._supervisor.state}, {attached} client{'' if attached == 1 else 's'}, pool {pool_text}"
 
     # --- counters
 

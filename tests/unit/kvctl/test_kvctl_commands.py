@@ -73,6 +73,39 @@ def test_status_shows_what_is_not_well(kvctl: Any, changed: Any) -> None:
     assert "small pages" not in text
 
 
+def test_one_of_a_thing_is_no_plural(kvctl: Any, changed: Any) -> None:
+    status = changed({
+        "lookups.lookups": 1, "lookups.keys_asked": 1, "counters.granted": 1, "counters.published": 1,
+        "counters.duplicates": 1, "counters.capacity_refusals": 1, "counters.client_protocol_errors": 1,
+        "counters.clients_killed": 1, "counters.control_connections_refused": 1, "counters.pin_refusals": 1,
+    })  # fmt: skip
+    text = " ".join(kvctl.against(status=status)("status").split())
+    for part in ("of 1 chunk found in 1 lookup", "1 object (", "1 duplicate", "1 reservation without room", "1 pin",
+                 "1 peer for malformed messages", "1 client killed for what it leased", "1 connection,"):  # fmt: skip
+        assert part in text
+    for plural in (
+        "1 chunks",
+        "1 objects",
+        "1 duplicates",
+        "1 reservations",
+        "1 pins",
+        "1 peers",
+        "1 connections",
+    ):
+        assert f" {plural}" not in text
+
+
+def test_ls_takes_all_or_a_limit(kvctl: Any) -> None:
+    assert "give one of them" in kvctl("ls", "1", "--all", "--limit", "3", code=ExitCode.USAGE)
+
+
+def test_a_file_that_is_no_trace_is_named(kvctl: Any, tmp_path: Path) -> None:
+    """Fails if the values of a file are refused without its name: of several, nobody knows which."""
+    file = tmp_path / "x.trace"
+    file.write_bytes(b"\x93\x01\x02\x03")
+    assert f"kvctl: {file}: " in kvctl("trace", "replay", str(file), code=ExitCode.ERROR)
+
+
 def test_status_of_a_lazy_pool_does_not_guess_about_pages(kvctl: Any, changed: Any) -> None:
     status = changed({"pool.population.populated_bytes": 0, "pool.population.huge_bytes": 0})
     text = kvctl.against(status=status)("status")
