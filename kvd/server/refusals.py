@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvd.errors import KvdError, ProtocolError
@@ -53,16 +53,19 @@ class Refusals:
     def connection(self, peer: Peer, error: KvdError) -> None:
         """A connection found no room: said with the processes that hold most of them."""
         self.connections_count += 1
+        count = self._to_tell("connection_refused", peer.uid)
+        if not count:  # who holds them was looked up for the line before: a flood of refusals stays cheap
+            if self._last is not None and self._last.uid == peer.uid:
+                self._last = replace(self._last, at_s=self._now_s())
+            return
         pids = [one.pid for one in self._peers() if error.fields.get("uid", one.uid) == one.uid]
         holders = [
-            {"pid": pid, "connections": count} for pid, count in Counter(pids).most_common(HOLDERS_SHOWN_MAX)
+            {"pid": pid, "connections": held} for pid, held in Counter(pids).most_common(HOLDERS_SHOWN_MAX)
         ]
         self._last = _Last(self._now_s(), peer.uid, len(pids), holders)
-        count = self._to_tell("connection_refused", peer.uid)
-        if count:
-            _log.warning(
-                "connection_refused", uid=peer.uid, pid=peer.pid, count=count, reason=error.message, held_by=holders
-            )  # fmt: skip
+        _log.warning(
+            "connection_refused", uid=peer.uid, pid=peer.pid, count=count, reason=error.message, held_by=holders
+        )  # fmt: skip
 
     def protocol_error(self, peer: Peer, error: ProtocolError) -> None:
         """A peer said what is no message, or none at all."""

@@ -30,6 +30,9 @@ def test_one_line_an_interval_says_how_many_there_were():
     assert (other["uid"], late["count"]) == (8, 4)
     assert one.connections_count == 6
     now_s[0] += 3
+    one.connection(peer(11), full)  # not told, and yet it is the last one now
+    assert one.last() == {"ago_s": 0.0, "uid": 7, "held": 3, "holders": line["held_by"]}
+    now_s[0] += 3
     assert one.last() == {"ago_s": 3.0, "uid": 7, "held": 3, "holders": line["held_by"]}
 
 
