@@ -51,7 +51,7 @@ CONNECTIONS_SPARE_OF_UID: Final = 16  # of these, what one user may have where t
 CONNECTIONS_RESERVED: Final = 8  # that root and the daemon's own user have beyond that, for kvctl alone
 ACCEPT_PAUSE_S: Final = 1.0
 # One that administers and was silent for so long makes room for the next one of root or the daemon's own user.
-ADMIN_IDLE_S: Final = 5.0
+ADMIN_IDLE_S: Final = 60.0
 
 _log = logs.get("control")
 
@@ -393,21 +393,10 @@ class Control:
         if not idle:
             return False
         oldest = min(idle, key=lambda one: one.asked_s)
-        _log.info(
-            "idle_connection_closed",
-            uid=uid,
-            pid=oldest.peer.pid,
-            idle_s=round(self.loop.time() - oldest.asked_s),
-        )
-        oldest.send(
-            wire.Error.of(
-                UnavailableError(
-                    "this connection was idle and made room for another one; connect again",
-                    code="idle", retry=Retry.REATTACH,
-                )
-            ),
-            0,
-        )  # fmt: skip
+        idle_s = round(self.loop.time() - oldest.asked_s)
+        _log.info("idle_connection_closed", uid=uid, pid=oldest.peer.pid, idle_s=idle_s)
+        told = "this connection was idle and made room for another one; connect again"
+        oldest.send(wire.Error.of(UnavailableError(told, code="idle", retry=Retry.REATTACH)), 0)
         oldest.close()
         return True
 

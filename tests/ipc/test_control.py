@@ -441,7 +441,9 @@ def test_idle_admin_connections_make_room_for_the_next_one(daemon):
     """Fails if connections that somebody forgot to close keep kvctl out: with more of them than there are in reserve,
     the one that was silent longest is closed after a time, and no other.
     """
-    one = daemon(access={"connections_per_uid": 2})
+    soon = "import sys; from kvd.server import control, main; control.ADMIN_IDLE_S = 3.0; "
+    soon += "sys.argv[1:1] = ['serve', '--config']; main.main()"
+    one = daemon(access={"connections_per_uid": 2}, program=["-c", soon])
     health = wire.Call("health", {})
     engine = Control(one.socket, name="engine", role="engine", deadline_s=10)
     idle = [one.admin() for _ in range(1 + CONNECTIONS_RESERVED)]
