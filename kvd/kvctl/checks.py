@@ -267,7 +267,7 @@ def _daemon(facts: Facts) -> Iterator[Check]:
         if error is not None and error.code == "KVD-UNAVAILABLE-DEADLINE":
             advice = "it is stopped, frozen or overloaded: look at its process state and log; systemctl restart kvd"
             if facts.owner_state.startswith("T"):
-                advice = f"kill -CONT {facts.owner_pid} lets it go on"
+                advice = f"it is stopped or frozen: kill -CONT {facts.owner_pid} lets it go on"
         if facts.owner_pid is not None:
             text = f"pid {facts.owner_pid}{f' ({facts.owner_state})' if facts.owner_state else ''}: {text}"
         yield _fail("daemon", text, advice)

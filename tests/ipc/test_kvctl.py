@@ -264,7 +264,7 @@ def test_a_frozen_daemon_is_a_timeout_and_not_a_hang(run: Run, running: Any) -> 
         code, _, err = run("--timeout", "0.3", "status")
         assert (code, "KVD-UNAVAILABLE-DEADLINE" in err, "kvctl doctor" in err) == (3, True, True)
         code, out, _ = run("doctor", "--timeout", "0.3")
-        assert (code, "frozen" in out) == (1, True)
+        assert (code, "frozen" in out, f"kill -CONT {running.pid}" in out) == (1, True, True)
     finally:
         os.kill(running.pid, signal.SIGCONT)
 

@@ -99,7 +99,7 @@ def test_a_daemon_that_is_stopped_is_named_with_its_state() -> None:
     facts = of(pool(), socket=socket, daemon_error=late, owner_pid=77, owner_state="T: stopped")
     found = check(facts, "daemon")
     assert (found.level, found.found) == (Level.FAIL, "pid 77 (T: stopped): no answer within 5 s")
-    assert found.advice == "kill -CONT 77 lets it go on"
+    assert found.advice == "it is stopped or frozen: kill -CONT 77 lets it go on"
     facts = of(pool(), socket=socket, daemon_error=late, owner_pid=77, owner_state="R: running")
     assert "overloaded" in check(facts, "daemon").advice
 
