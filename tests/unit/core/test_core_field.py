@@ -150,9 +150,14 @@ def test_b7_when_nothing_can_leave_the_refusal_says_what_holds_the_space() -> No
 def test_b7_the_numbers_of_a_refusal_add_up(length: int) -> None:
     """Fails if what lies before the leased end of a long chain, which nobody asks for, is not counted as leased."""
     world = World(segments=[8 * MIB], families_max=8192, records_max=16384, audit=False)
-    for at in range(8 * MIB // (4096 * length)):
-        world.write(0, chain(at, length), size=4096)
-        world.hold(1, chain(at, length))
+    half, quarter = length // 2, length // 4
+    for at in range(8 * MIB // (4096 * length)):  # each forks half way: a run with two behind it
+        prefix = chain(at, half)
+        world.write(0, prefix, size=4096)
+        world.hold(1, prefix)
+        for branch in ("left", "right"):
+            world.write(0, chain((at, branch), quarter), size=4096, parent=prefix[-1])
+            world.hold(1, chain((at, branch), quarter))
     for size in (4096, MIB):
         reply = world.reserve(0, [key_of("more")], size=size)
         assert isinstance(reply, ev.ErrorReply)
