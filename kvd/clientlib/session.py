@@ -56,6 +56,7 @@ class Session:
             self.calls = Calls(self.native, self._wake)
             self.calls.on_lost = self.native.lose
             self.calls.farewell(functools.partial(_farewell, self._control, self.native))
+            self.mapper = background.start(functools.partial(self._prefault, segments), "kvd-prefault")
         except BaseException:
             for fd in segments:
                 os.close(fd)
@@ -63,7 +64,6 @@ class Session:
         finally:
             for fd in (meta, region, wake):
                 os.close(fd)
-        self.mapper = background.start(functools.partial(self._prefault, segments), "kvd-prefault")
 
     def _prefault(self, segment_fds: list[int]) -> None:
         """Map the pool ahead of its use: a page that is touched first in the middle of a copy costs it dearly.

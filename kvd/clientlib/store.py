@@ -33,6 +33,7 @@ from kvd.wire import messages as wire
 
 _PAUSE_MIN_NS = 20_000_000
 _PAUSE_MAX_NS = 1_000_000_000
+_LEFT_S = 1.0
 _HELLO_S = 0.05  # a daemon that is starting answers later; look-ups must not wait for it
 _COUNTERS = (
     "lookups", "keys_asked", "keys_hit", "leases", "leases_released", "bytes_viewed", "fetches",
@@ -101,8 +102,10 @@ class Store:
         self._pid = os.getpid()
         self._namespaces: dict[bytes, Namespace] = {}
         self._former: list[Session] = []  # of daemons that are gone, while something of them is held
-        self._renewing = threading.Lock()
-        self._look_ns = 0  # not before then is looked for the daemon (again)
+        self._renewing = (
+            threading.RLock()
+        )  # a collection in here may run a finaliser that closes this very store
+        self._look_ns = self._eager_ns = 0  # not before then is looked for the daemon (again)
         self._pause_ns = _PAUSE_MIN_NS
         self._serve(self._attach(deadline_s))
 
@@ -140,7 +143,7 @@ class Store:
                 "this store was connected before a fork: connect again in the child", code="forked"
             )
         session = self._session
-        if (session.calls.lost is None and not session.native.lost) or self.renew():
+        if (session.calls.lost is None and not session.native.lost) or self.renew(eager=True):
             return self._session
         lost = self._session.lost
         if lost is not None:
@@ -154,24 +157,24 @@ class Store:
             return session
         return await asyncio.to_thread(self.session)
 
-    def renew(self) -> bool:
+    def renew(self, *, eager: bool = False) -> bool:
         """Called when something was not found: whether that was because of a daemon that is gone, and there is another
         one now, so that asking again is worth while. Looks at most every 20 ms; a daemon that is away is tried every
-        20 ms … 1 s, with jitter. Never raises.
+        20 ms … 1 s, with jitter. `eager`: for who cannot go on without a daemon, every 20 ms. Never raises.
         """
         now_ns = time.monotonic_ns()
-        if now_ns < self._look_ns or self._closed or os.getpid() != self._pid:
+        if now_ns < (self._eager_ns if eager else self._look_ns) or self._closed or os.getpid() != self._pid:
             return False
-        if not self._renewing.acquire(blocking=False):
+        if not self._renewing.acquire(timeout=_HELLO_S if eager else 0):
             return False  # another thread is at it
         try:
-            return self._renew(now_ns)
+            return not self._closed and self._renew(now_ns)
         finally:
             self._renewing.release()
 
     def _renew(self, now_ns: int) -> bool:
         session = self._session
-        self._look_ns = now_ns + _PAUSE_MIN_NS
+        self._look_ns = self._eager_ns = now_ns + _PAUSE_MIN_NS
         if session.look():
             self._pause_ns = _PAUSE_MIN_NS
             self._say_left()
@@ -180,24 +183,32 @@ class Store:
             return False
         try:
             following = self._attach(min(_HELLO_S, self.deadline_s))
-        except (KvdError, OSError):
-            self._look_ns = time.monotonic_ns() + int(self._pause_ns * random.uniform(0.5, 1.5))
-            self._pause_ns = min(2 * self._pause_ns, _PAUSE_MAX_NS)
+        except (KvdError, OSError, RuntimeError):  # the last: no thread is to be had
+            self._pause()
             return False
-        self._pause_ns = _PAUSE_MIN_NS
+        if self._closed or self._session is not session:  # a finaliser closed or renewed this store meanwhile
+            following.close()
+            return not self._closed
+        self._pause()  # a daemon that hangs up at once is not asked without end; `look` ends the pause
         self._serve(following)
         session.retire()
         self._former.append(session)
         self._say_left()
         return True
 
+    def _pause(self) -> None:
+        self._look_ns = time.monotonic_ns() + int(self._pause_ns * random.uniform(0.5, 1.5))
+        self._pause_ns = min(2 * self._pause_ns, _PAUSE_MAX_NS)
+
     def tend(self) -> float | None:
         """The connection has ended: attach again. Seconds until another try, None: there is nothing to do."""
         session = self._session
         if self._closed or not session.has_ended():
             return None
+        if not self.reattach:
+            return None
         self.renew()
-        if not self.reattach or self._session is not session or self._closed:
+        if self._session is not session or self._closed:
             return None  # another session is watched by itself
         return max((self._look_ns - time.monotonic_ns()) / 1e9, _PAUSE_MIN_NS / 1e9)
 
@@ -205,7 +216,8 @@ class Store:
         """Tell the daemon of former attachments of which nothing is held any more."""
         for former in [session for session in self._former if session.left]:
             try:
-                self._session.request(wire.Left(former.epoch, former.slot), wire.Noted)
+                left = wire.Left(former.epoch, former.slot)
+                self._session.request(left, wire.Noted, min(_LEFT_S, self.deadline_s))
             except KvdError:
                 return  # next time, or the end of the process tells
             self._former.remove(former)

@@ -15,11 +15,13 @@ import logging
 import os
 import select
 import threading
+import time
 import weakref
 from typing import Protocol
 
 _DROPPED_LOOK_S = 10.0  # a store that was dropped without close is forgotten by then
 _JOIN_S = 1.0
+_JOIN_STEP_S = 0.02
 _FAILED_PAUSE_S = 1.0
 _log = logging.getLogger("kvd.client")
 
@@ -35,26 +37,40 @@ class Watch:
     """See the module. For any thread; `forget` is called before a descriptor is closed."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Re-entrant: a collection may end an object of the program whose finaliser closes a store, in this very thread.
+        self._lock = threading.RLock()
         self._stores: dict[int, weakref.ref[Watched]] = {}  # by descriptor of the control connection
         self._thread: threading.Thread | None = None
         self._epoll: select.epoll | None = None
         self._stir = -1
 
     def add(self, fd: int, store: Watched) -> None:
-        """Watch this connection of a store."""
+        """Watch this connection of a store; if no thread or descriptor is to be had, the log says that it is not."""
         with self._lock:
-            if self._epoll is None:
-                self._epoll = epoll = select.epoll()
-                self._stir = stir = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                epoll.register(stir, select.EPOLLIN)
-                self._thread = threading.Thread(
-                    target=self._run, args=(epoll, stir), name="kvd-watch", daemon=True
-                )
-                self._thread.start()
             self._stores[fd] = weakref.ref(store)
-            # Once: a forked child may keep the connection open when it is closed here.
-            self._epoll.register(fd, select.EPOLLRDHUP | select.EPOLLONESHOT)
+            try:
+                epoll = self._epoll or self._start()
+                # Once: a forked child may keep the connection open when it is closed here.
+                epoll.register(fd, select.EPOLLRDHUP | select.EPOLLONESHOT)
+            except (OSError, RuntimeError) as error:
+                self._stores.pop(fd, None)
+                _log.warning(
+                    "kvd: %s: that the daemon goes is noticed only where something is asked of it", error
+                )
+
+    def _start(self) -> select.epoll:
+        """Under the lock. All or nothing: RuntimeError, OSError if the system gives no thread or descriptor."""
+        with contextlib.ExitStack() as undo:
+            epoll = select.epoll()
+            undo.callback(epoll.close)
+            stir = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            undo.callback(os.close, stir)
+            epoll.register(stir, select.EPOLLIN)
+            thread = threading.Thread(target=self._run, args=(epoll, stir), name="kvd-watch", daemon=True)
+            thread.start()
+            undo.pop_all()
+        self._epoll, self._stir, self._thread = epoll, stir, thread
+        return epoll
 
     def forget(self, fd: int) -> None:
         """This connection is about to be closed. The last one ends the thread."""
@@ -68,7 +84,11 @@ class Watch:
             thread = self._thread
             os.eventfd_write(self._stir, 1)
         if thread is not None and thread is not threading.current_thread():
-            thread.join(_JOIN_S)
+            end = (
+                time.monotonic() + _JOIN_S
+            )  # a finaliser may be here while this thread has the lock: not for ever
+            while thread.is_alive() and not self._stores and time.monotonic() < end:
+                thread.join(_JOIN_STEP_S)
 
     def _run(self, epoll: select.epoll, stir: int) -> None:
         away: list[weakref.ref[Watched]] = []
@@ -79,7 +99,8 @@ class Watch:
                 if any(fd == stir for fd, _ in events):
                     os.eventfd_read(stir)
                 away.extend(self._stores[fd] for fd, _ in events if fd in self._stores)
-                self._stores = {fd: ref for fd, ref in self._stores.items() if ref() is not None}
+                for fd in [fd for fd, ref in list(self._stores.items()) if ref() is None]:
+                    self._stores.pop(fd, None)
                 if not self._stores:
                     self._epoll = self._thread = None
                     epoll.close()
@@ -93,7 +114,7 @@ class Watch:
         """In a forked child, which has no such thread: close the descriptors, keep nothing."""
         epoll, stir = self._epoll, self._stir
         self.__init__()  # type: ignore[misc]  # the lock may be held by a thread that is not here
-        if epoll is not None:
+        if epoll is not None and stir >= 0:
             epoll.close()
             os.close(stir)
 

@@ -24,7 +24,7 @@ GRANTED = int(ReserveStatus.GRANTED)
 PRESENT = int(ReserveStatus.PRESENT)
 PENDING = int(ReserveStatus.PENDING)
 
-leased_runs_max = 65_536  # looked at to say what leases keep
+leased_runs_max = 8192  # looked at to say what leases keep
 
 _live = bytes([LIVE])
 _granted_mask = bytes([1]) + bytes(255)  # translate table: GRANTED -> 1, everything else -> 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -123,3 +124,85 @@ def test_a_forked_child_watches_for_itself(cold: Any) -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         os.close(told)
         os.close(tells)
+
+
+def ends(action: Callable[[], object]) -> bool:
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(10)
+    return not thread.is_alive()
+
+
+def test_a_finaliser_may_close_a_store_in_the_middle_of_everything(cold: Any) -> None:
+    """A collection runs where it likes. Fails if a lock that is held there cannot be taken again."""
+    one = cold()
+    first, second = kvd.connect(one.running.socket), kvd.connect(one.running.socket)
+
+    def in_the_watch() -> None:
+        with watching.watch._lock:
+            first.close()
+
+    def in_a_renewal() -> None:
+        with second._renewing:
+            second.close()
+
+    assert ends(in_the_watch)
+    assert ends(in_a_renewal)
+    until(lambda: one.status()["clients"]["attached"] == 0, "both leaving")
+    assert not watchers()
+
+
+def test_a_store_that_is_closed_while_it_attaches_stays_closed(
+    cold: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = cold()
+    store = kvd.connect(one.running.socket)
+    attach = store._attach
+    done = threading.Event()
+
+    def closing(hello_s: float) -> Any:
+        following = attach(hello_s)
+        store.close()
+        done.set()
+        return following
+
+    monkeypatch.setattr(store, "_attach", closing)
+    one.kill()
+    one.start()
+    assert done.wait(10)
+    until(lambda: one.status()["clients"]["attached"] == 0, "leaving again")
+    until(lambda: not watchers(), "the end of the thread")
+
+
+def test_who_cannot_go_on_without_a_daemon_does_not_wait_for_the_pause_of_others(cold: Any) -> None:
+    one = cold()
+    with kvd.connect(one.running.socket) as store:
+        one.kill()
+        until(lambda: store.lost is not None, "noticing")
+        store._look_ns += 60 * 10**9  # as after a long outage, and more
+        one.start()
+        until(lambda: time.monotonic_ns() > store._eager_ns, "20 ms")
+        assert store.status()["clients"]["attached"] == 1
+
+
+def test_without_a_thread_to_watch_a_client_works_all_the_same(
+    cold: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = cold()
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "kvd-watch":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    before = len(os.listdir("/proc/self/fd"))
+    with kvd.connect(one.running.socket) as store:
+        chain = put(store.namespace(manifest()), 1, 4)
+        assert store.namespace(manifest()).match(chain) == 4
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert "noticed only where" in caplog.text
+    monkeypatch.undo()
+    with kvd.connect(one.running.socket):
+        assert watchers() == 1
