@@ -175,7 +175,7 @@ class ServerConfig(_Section):
     """The process: where it listens, what it logs, how it stops."""
 
     socket: Annotated[str, AfterValidator(_socket_path)] = "/run/kvd/kvd.sock"
-    """unix socket for clients and kvctl (KVD_SOCKET sets it too, as it does for clients)"""
+    """unix socket for clients and kvctl (KVD_SOCKET sets it too); the last part of its directory is made (mode 0755)"""
     socket_mode: Annotated[str, Field(pattern=r"^0?[0-7]{3}$")] = "0660"
     """permissions of the socket file, octal; ignored when systemd passes the socket"""
     runtime_dir: Annotated[str, AfterValidator(_absolute)] = "/run/kvd"

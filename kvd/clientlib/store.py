@@ -34,6 +34,7 @@ from kvd.wire import messages as wire
 _PAUSE_MIN_NS = 20_000_000
 _PAUSE_MAX_NS = 1_000_000_000
 _LEFT_S = 1.0
+_FORMER_LOOK_S = 0.25
 _HELLO_S = 0.05  # a daemon that is starting answers later; look-ups must not wait for it
 _COUNTERS = (
     "lookups", "keys_asked", "keys_hit", "leases", "leases_released", "bytes_viewed", "fetches",
@@ -194,6 +195,8 @@ class Store:
         session.retire()
         self._former.append(session)
         self._say_left()
+        if self._former:
+            watch.ask(self)
         return True
 
     def _pause(self) -> None:
@@ -201,16 +204,24 @@ class Store:
         self._pause_ns = min(2 * self._pause_ns, _PAUSE_MAX_NS)
 
     def tend(self) -> float | None:
-        """The connection has ended: attach again. Seconds until another try, None: there is nothing to do."""
+        """The connection has ended: attach again, and tell when nothing of the last daemon is held any more. Seconds
+        until another try, None: there is nothing to do.
+        """
         session = self._session
-        if self._closed or not session.has_ended():
+        if self._closed:
             return None
-        if not self.reattach:
-            return None
-        self.renew()
-        if self._session is not session or self._closed:
-            return None  # another session is watched by itself
-        return max((self._look_ns - time.monotonic_ns()) / 1e9, _PAUSE_MIN_NS / 1e9)
+        if session.has_ended():
+            if not self.reattach:
+                return None
+            self.renew()
+            if self._session is session:
+                return max((self._look_ns - time.monotonic_ns()) / 1e9, _PAUSE_MIN_NS / 1e9)
+        if self._former and self._renewing.acquire(blocking=False):
+            try:
+                self._say_left()
+            finally:
+                self._renewing.release()
+        return _FORMER_LOOK_S if self._former else None
 
     def _say_left(self) -> None:
         """Tell the daemon of former attachments of which nothing is held any more."""

@@ -4,7 +4,7 @@ Without it a client that only reads, or is idle, would never notice: what it fin
 so it would serve from the pool of a daemon that is gone, and hold that pool beside the next daemon's. The thread sleeps
 on the control connections, reads nothing from them, and lives while a store does. Used by `Store` and `Session`.
 
-    watched ── connection ends ──▶ away ── another daemon is there ──▶ watched
+    watched ── connection ends ──▶ tended ── another daemon is there, nothing of the last one is held ──▶ watched
                                      └── closed, dropped, not to attach again ──▶ (forgotten)
 """
 
@@ -19,7 +19,6 @@ import time
 import weakref
 from typing import Protocol
 
-_DROPPED_LOOK_S = 10.0  # a store that was dropped without close is forgotten by then
 _JOIN_S = 1.0
 _JOIN_STEP_S = 0.02
 _FAILED_PAUSE_S = 1.0
@@ -30,7 +29,7 @@ class Watched(Protocol):
     """What is used of a store."""
 
     def tend(self) -> float | None:
-        """Attach again if need be. Seconds until that is worth another try, None: nothing is to be done."""
+        """Attach again, let go of former attachments. Seconds until another try is worth while, None: all is done."""
 
 
 class Watch:
@@ -40,6 +39,7 @@ class Watch:
         # Re-entrant: a collection may end an object of the program whose finaliser closes a store, in this very thread.
         self._lock = threading.RLock()
         self._stores: dict[int, weakref.ref[Watched]] = {}  # by descriptor of the control connection
+        self._asking: list[weakref.ref[Watched]] = []
         self._thread: threading.Thread | None = None
         self._epoll: select.epoll | None = None
         self._stir = -1
@@ -47,7 +47,7 @@ class Watch:
     def add(self, fd: int, store: Watched) -> None:
         """Watch this connection of a store; if no thread or descriptor is to be had, the log says that it is not."""
         with self._lock:
-            self._stores[fd] = weakref.ref(store)
+            self._stores[fd] = weakref.ref(store, self._dropped)
             try:
                 epoll = self._epoll or self._start()
                 # Once: a forked child may keep the connection open when it is closed here.
@@ -72,6 +72,19 @@ class Watch:
         self._epoll, self._stir, self._thread = epoll, stir, thread
         return epoll
 
+    def ask(self, store: Watched) -> None:
+        """Tend this store soon: something of a former attachment is held."""
+        with self._lock:
+            if self._epoll is not None:
+                self._asking.append(weakref.ref(store))
+                os.eventfd_write(self._stir, 1)
+
+    def _dropped(self, _ref: object) -> None:
+        """A store was collected without close: the thread looks for it."""
+        with self._lock:
+            if self._epoll is not None:
+                os.eventfd_write(self._stir, 1)
+
     def forget(self, fd: int) -> None:
         """This connection is about to be closed. The last one ends the thread."""
         with self._lock:
@@ -92,13 +105,16 @@ class Watch:
 
     def _run(self, epoll: select.epoll, stir: int) -> None:
         away: list[weakref.ref[Watched]] = []
-        pause_s = _DROPPED_LOOK_S
+        pause_s: float | None = None
         while True:
             events = epoll.poll(pause_s)
             with self._lock:
                 if any(fd == stir for fd, _ in events):
                     os.eventfd_read(stir)
                 away.extend(self._stores[fd] for fd, _ in events if fd in self._stores)
+                away.extend(self._asking)
+                self._asking.clear()
+                away = _each_once(away)
                 for fd in [fd for fd, ref in list(self._stores.items()) if ref() is None]:
                     self._stores.pop(fd, None)
                 if not self._stores:
@@ -108,7 +124,7 @@ class Watch:
                     return
             pauses = [(ref, _tend(ref)) for ref in away]
             away = [ref for ref, pause in pauses if pause is not None]
-            pause_s = min([_DROPPED_LOOK_S, *(pause for _, pause in pauses if pause is not None)])
+            pause_s = min((pause for _, pause in pauses if pause is not None), default=None)
 
     def abandon(self) -> None:
         """In a forked child, which has no such thread: close the descriptors, keep nothing."""
@@ -117,6 +133,10 @@ class Watch:
         if epoll is not None and stir >= 0:
             epoll.close()
             os.close(stir)
+
+
+def _each_once(refs: list[weakref.ref[Watched]]) -> list[weakref.ref[Watched]]:
+    return list({id(store): ref for ref in refs if (store := ref()) is not None}.values())
 
 
 def _tend(ref: weakref.ref[Watched]) -> float | None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from limits_world import SIZE, WAIT_S, chain_of, namespace, reserved_bytes, stopped, until_reserved
+from restart_world import until
 
 import kvd
 from kvd.errors import (
@@ -113,7 +114,7 @@ def test_a_store_that_was_used_on_an_event_loop_and_dropped_is_gone(daemon: Any)
 
     fds = len(os.listdir("/proc/self/fd"))
     asyncio.run(main())
-    assert len(os.listdir("/proc/self/fd")) <= fds
+    until(lambda: len(os.listdir("/proc/self/fd")) <= fds, "the descriptors' closing")
 
 
 def test_stores_that_are_dropped_while_their_loop_stands_still_keep_no_descriptor(daemon: Any) -> None:

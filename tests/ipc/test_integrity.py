@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from restart_world import until
 
 import kvd
 from kvd.errors import CorruptionError, KvdError
@@ -86,7 +87,7 @@ def test_verify_reads_finds_it_and_the_daemon_withdraws_it(daemon: Any) -> None:
         assert reader.stats()["verify_failed"] == 1
         counters = running.call("status")["counters"]
         assert (counters["damage_reports"], counters["verify_damaged"]) == (1, 1)
-        (line,) = lines(running, "object_damaged")
+        (line,) = until(lambda: lines(running, "object_damaged"), "the line in the log")
         assert line["key"] == chain[3].hex()[:16]
         assert (line["writer_name"], line["writer_pid"], line["found_by"]) == (
             "scribbler",

@@ -76,6 +76,26 @@ def test_a_client_that_finds_everything_misses_once_its_daemon_is_gone(cold: Any
         held.release()
 
 
+def test_an_idle_client_says_when_it_has_let_go_of_the_last_daemons_memory(daemon: Any) -> None:
+    """Fails if only a call of the client tells: the daemon would wait for an idle one as long as it lives."""
+    one = Series(daemon)
+    try:
+        with kvd.connect(one.running.socket) as store:
+            ns = store.namespace(manifest())
+            leases, before = ns.acquire(put(ns, 1, 4)), store.native.epoch
+            one.kill()
+            one.start()
+            until(lambda: store.native.epoch != before, "attaching again")
+            until(
+                lambda: [row["leases"] for row in one.restart()["waiting_for"]] == [4],
+                "waiting for the leases",
+            )
+            leases.release()
+            until(lambda: not one.restart()["waiting_for"], "the word that they are over")
+    finally:
+        one.close()
+
+
 def test_a_store_that_shall_not_attach_again_only_learns_of_it(cold: Any) -> None:
     one = cold()
     with kvd.connect(one.running.socket, reattach=False) as store:
@@ -85,7 +105,7 @@ def test_a_store_that_shall_not_attach_again_only_learns_of_it(cold: Any) -> Non
         assert one.status()["clients"]["attached"] == 0
 
 
-def test_the_thread_ends_with_the_last_store(cold: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_ends_with_the_last_store(cold: Any) -> None:
     one = cold()
     assert not watchers()
     with kvd.connect(one.running.socket):
@@ -93,7 +113,6 @@ def test_the_thread_ends_with_the_last_store(cold: Any, monkeypatch: pytest.Monk
             assert watchers() == 1
         assert watchers() == 1
     assert not watchers()
-    monkeypatch.setattr(watching, "_DROPPED_LOOK_S", 0.02)
     dropped = kvd.connect(one.running.socket)
     assert watchers() == 1
     del dropped
