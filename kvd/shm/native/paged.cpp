@@ -13,7 +13,7 @@ namespace {
 
 // From these sizes on a run gains from going past the cache. A gather writes front to back, which a cache does well for
 // short runs; a scatter writes in no order, which costs a read of each line that is not stored whole.
-constexpr std::uint64_t gather_stream_run_bytes_min = 512;
+constexpr std::uint64_t gather_stream_run_bytes_min = 1024;
 constexpr std::uint64_t scatter_stream_run_bytes_min = 256;
 
 bool streams(std::uint64_t run_bytes, PagedDirection direction) noexcept {
