@@ -103,9 +103,8 @@ class Store:
         self._pid = os.getpid()
         self._namespaces: dict[bytes, Namespace] = {}
         self._former: list[Session] = []  # of daemons that are gone, while something of them is held
-        self._renewing = (
-            threading.RLock()
-        )  # a collection in here may run a finaliser that closes this very store
+        # Re-entrant: a collection under it may run a finaliser that closes this very store.
+        self._renewing = threading.RLock()
         self._look_ns = self._eager_ns = 0  # not before then is looked for the daemon (again)
         self._pause_ns = _PAUSE_MIN_NS
         self._serve(self._attach(deadline_s))

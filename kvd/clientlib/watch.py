@@ -97,9 +97,8 @@ class Watch:
             thread = self._thread
             os.eventfd_write(self._stir, 1)
         if thread is not None and thread is not threading.current_thread():
-            end = (
-                time.monotonic() + _JOIN_S
-            )  # a finaliser may be here while this thread has the lock: not for ever
+            # Not for ever: a finaliser may be here while this very thread has the lock that the other one needs to end.
+            end = time.monotonic() + _JOIN_S
             while thread.is_alive() and not self._stores and time.monotonic() < end:
                 thread.join(_JOIN_STEP_S)
 

@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "check.hpp"
 #include "chain.hpp"
 #include "checksum.hpp"
 #include "copy.hpp"
@@ -22,14 +23,6 @@
 #include "sha256.hpp"
 
 namespace {
-
-#define CHECK(condition)                                                                  \
-  do {                                                                                    \
-    if (!(condition)) {                                                                   \
-      std::fprintf(stderr, "%s:%d: CHECK(%s) failed\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                       \
-    }                                                                                     \
-  } while (0)
 
 using Bytes = std::vector<std::uint8_t>;
 

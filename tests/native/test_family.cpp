@@ -1,6 +1,7 @@
 // Usable prefixes of hybrid families against a slow, obvious reference; also under the sanitizers.
 //
 // Fails when a window's first chunk is off by one, a group is forgotten, or a run is not restarted by a hole.
+#include "check.hpp"
 #include "family.hpp"
 
 #include <cstdio>
@@ -11,14 +12,6 @@
 namespace {
 
 using namespace kvd;
-
-#define CHECK(condition)                                                                  \
-  do {                                                                                    \
-    if (!(condition)) {                                                                   \
-      std::fprintf(stderr, "%s:%d: CHECK(%s) failed\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                       \
-    }                                                                                     \
-  } while (0)
 
 constexpr u64 seed = 20240612;
 
