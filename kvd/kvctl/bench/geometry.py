@@ -25,6 +25,9 @@ LONG_RUN_BYTES_MIN = 32 << 10
 _MOVED_BYTES = 8 * _MIB
 _CACHE_BYTES = 64 * _MIB
 _COPIES = 4  # objects and caches in turn, so that nothing stays in the last-level cache by chance
+_LINE_BYTES = 64
+# Tensors and slots start on cache lines; a buffer of malloc starts 16 bytes into one, which costs most for short runs.
+OFFSETS = (0, 16)
 
 
 def paired_ratio(
@@ -115,15 +118,23 @@ def reshard_over_plain(store: kvd.Store, *, pairs: int = 9, chunks: int = 8) -> 
 class _Paged:
     """Blocks of one run each in a cache, in no order, and objects of them; the same memory as torch tensors."""
 
-    def __init__(self, run_bytes: int) -> None:
+    def __init__(self, run_bytes: int, offset_bytes: int = 0) -> None:
         import numpy
+
+        def filled(*shape: int) -> Any:
+            """Random bytes, `offset_bytes` behind the start of a cache line."""
+            size = int(numpy.prod(shape))
+            memory = numpy.empty(size + 2 * _LINE_BYTES, numpy.uint8)
+            start = -memory.ctypes.data % _LINE_BYTES + offset_bytes
+            memory[start : start + size] = rng.integers(0, 255, size, dtype=numpy.uint8)
+            return memory[start : start + size].reshape(shape)
 
         self.run_bytes = run_bytes
         self.moved = _MOVED_BYTES // run_bytes
         blocks = _CACHE_BYTES // run_bytes
         rng = numpy.random.default_rng(run_bytes)
-        self.cache: Any = rng.integers(0, 255, (blocks, run_bytes), dtype=numpy.uint8)
-        self.objects: Any = rng.integers(0, 255, (_COPIES, self.moved, run_bytes), dtype=numpy.uint8)
+        self.cache: Any = filled(blocks, run_bytes)
+        self.objects: Any = filled(_COPIES, self.moved, run_bytes)
         self.ids: Any = [
             rng.permutation(blocks)[: self.moved].astype(numpy.int64) for _ in range(2 * _COPIES)
         ]
@@ -179,31 +190,39 @@ class _Paged:
         return gather, scatter
 
 
-def paged_sweep(runs: Sequence[int] = RUNS, *, pairs: int = 9, repeats: int = 5) -> list[dict[str, float]]:
-    """For each run size: gather and scatter over the non-temporal copy of the same bytes, and over torch."""
-    rows: list[dict[str, float]] = []
-    for run_bytes in runs:
-        one = _Paged(run_bytes)
-        one.gather()
-        one.scatter()
-        row = {
-            "run_bytes": run_bytes,
-            "gather_over_floor": paired_ratio(one.floor, one.gather, pairs, repeats),
-            "scatter_over_floor": paired_ratio(one.floor_out, one.scatter, pairs, repeats),
-        }
-        theirs = one.torch_actions()
-        if theirs is not None:
-            row["gather_over_torch"] = paired_ratio(theirs[0], one.gather, pairs, repeats)
-            row["scatter_over_torch"] = paired_ratio(theirs[1], one.scatter, pairs, repeats)
-        rows.append(row)
-    return rows
-
-
-def worst(rows: Sequence[dict[str, float]], figure: str, run_bytes_min: int = 0) -> tuple[float, int] | None:
-    """(the smallest ratio, at which run size) of a figure; None where it was not taken."""
-    found = [
-        (row[figure], int(row["run_bytes"]))
-        for row in rows
-        if figure in row and row["run_bytes"] >= run_bytes_min
+def paged_sweep(
+    runs: Sequence[int] = RUNS, offsets: Sequence[int] = OFFSETS, *, pairs: int = 9, repeats: int = 5
+) -> list[dict[str, float]]:
+    """For each offset and run size: gather and scatter over the non-temporal copy of the same bytes, and over torch."""
+    return [
+        _paged_row(run_bytes, offset_bytes, pairs, repeats) for offset_bytes in offsets for run_bytes in runs
     ]
-    return min(found) if found else None
+
+
+def _paged_row(run_bytes: int, offset_bytes: int, pairs: int, repeats: int) -> dict[str, float]:
+    one = _Paged(run_bytes, offset_bytes)
+    one.gather()
+    one.scatter()
+    row = {
+        "run_bytes": run_bytes,
+        "offset_bytes": offset_bytes,
+        "gather_over_floor": paired_ratio(one.floor, one.gather, pairs, repeats),
+        "scatter_over_floor": paired_ratio(one.floor_out, one.scatter, pairs, repeats),
+    }
+    theirs = one.torch_actions()
+    if theirs is not None:
+        row["gather_over_torch"] = paired_ratio(theirs[0], one.gather, pairs, repeats)
+        row["scatter_over_torch"] = paired_ratio(theirs[1], one.scatter, pairs, repeats)
+    return row
+
+
+def worst(rows: Sequence[dict[str, float]], figure: str, run_bytes_min: int = 0) -> tuple[float, str] | None:
+    """(the smallest ratio, at which run size and offset) of a figure; None where it was not taken."""
+    found = [row for row in rows if figure in row and row["run_bytes"] >= run_bytes_min]
+    if not found:
+        return None
+    row = min(found, key=lambda row: row[figure])
+    where = f"worst at runs of {int(row['run_bytes']):,} B"
+    if row["offset_bytes"]:
+        where += f" that start {int(row['offset_bytes'])} B into a cache line"
+    return row[figure], where

@@ -230,7 +230,7 @@ def _geometry_rows(other: int, progress: Progress) -> tuple[list[Row], dict[str,
         ("scatter_sweep_over_torch", "scatter ÷ index_copy_, every run size", 1.0, 0),
     ):  # fmt: skip
         worst = geometry.worst(sweep, figure.replace("_sweep", ""), from_bytes)
-        note = f"worst at runs of {worst[1]:,} B" if worst else "torch is not installed"
+        note = worst[1] if worst else "torch is not installed"
         rows.append(Row(figure, what, worst[0] if worst else None, "≥", target, note))
     return rows, {"family_match": match, "reshard": reshard, "paged_sweep": sweep}
 

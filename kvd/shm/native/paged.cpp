@@ -11,14 +11,29 @@
 namespace kvd {
 namespace {
 
-// From these sizes on a run gains from going past the cache. A gather writes front to back, which a cache does well for
-// short runs; a scatter writes in no order, which costs a read of each line that is not stored whole.
-constexpr std::uint64_t gather_stream_run_bytes_min = 1024;
-constexpr std::uint64_t scatter_stream_run_bytes_min = 256;
+constexpr std::uint64_t line_bytes = 64;
 
-bool streams(std::uint64_t run_bytes, PagedDirection direction) noexcept {
-  if (direction == PagedDirection::gather) return run_bytes >= gather_stream_run_bytes_min;
-  return run_bytes >= scatter_stream_run_bytes_min || run_bytes % 64 == 0;
+// From these sizes on a run gains from going past the cache. A gather writes front to back, which a cache does well for
+// short runs, unless all their lines are stored whole; a scatter writes in no order, which costs a read of each line that is
+// not stored whole.
+constexpr std::uint64_t gather_stream_run_bytes_min = 1024;
+constexpr std::uint64_t gather_stream_lines_bytes_min = 192;
+constexpr std::uint64_t scatter_stream_run_bytes_min = 1024;
+
+bool streams(std::uint64_t run_bytes, PagedDirection direction, bool whole_lines) noexcept {
+  if (direction == PagedDirection::gather) {
+    return run_bytes >= (whole_lines ? gather_stream_lines_bytes_min : gather_stream_run_bytes_min);
+  }
+  return whole_lines || run_bytes >= scatter_stream_run_bytes_min;
+}
+
+// Whether every run that starts at `destination`, on the side that is written, fills whole lines.
+bool fills_whole_lines(const PagedRun& run, const std::uint8_t* destination, PagedDirection direction) noexcept {
+  const bool gather = direction == PagedDirection::gather;
+  std::uint64_t together = reinterpret_cast<std::uintptr_t>(destination) | run.run_bytes;
+  together |= gather ? run.object_block_stride : run.paged_block_stride;
+  for (const PagedDim& dim : run.dims) together |= gather ? dim.object_stride : dim.paged_stride;
+  return together % line_bytes == 0;
 }
 
 constexpr std::uint32_t buffers_max = 4096;  // tensors, sources or destinations of one call
@@ -96,10 +111,10 @@ struct Sides {
 // Executes one run for one block: the innermost dim in the kernel, the outer ones here.
 class RunCopier {
  public:
-  RunCopier(const PagedRun& run, PagedDirection direction, bool stream) noexcept
+  RunCopier(const PagedRun& run, PagedDirection direction, bool stream, const std::uint8_t* destination) noexcept
       : copy_runs_(kernels().copy_runs),
         run_bytes_(run.run_bytes),
-        stream_(stream && streams(run.run_bytes, direction)) {
+        stream_(stream && streams(run.run_bytes, direction, fills_whole_lines(run, destination, direction))) {
     const bool gather = direction == PagedDirection::gather;
     for (const PagedDim& dim : run.dims) {
       const Level level{dim.count, gather ? dim.object_stride : dim.paged_stride,
@@ -112,6 +127,8 @@ class RunCopier {
       }
     }
   }
+
+  bool streams_runs() const noexcept { return stream_; }
 
   void copy(Sides at) const noexcept {
     std::uint64_t index[paged_dims_max] = {};
@@ -184,7 +201,7 @@ class BlocksAhead {
         count_(count),
         stride_(run.paged_block_stride),
         asked_bytes_(run.run_bytes <= ahead_bytes ? run.run_bytes : head_bytes),
-        distance_(std::min<std::uint64_t>((ahead_bytes + run.run_bytes - 1) / run.run_bytes, blocks_max)) {
+        distance_(std::min((distance_bytes(run.run_bytes) + run.run_bytes - 1) / run.run_bytes, blocks_max)) {
     for (std::uint64_t b = 0; b < std::min(distance_, count); ++b) ask(b);
   }
 
@@ -195,14 +212,19 @@ class BlocksAhead {
   }
 
  private:
-  static constexpr std::uint64_t line_bytes = 64;
   static constexpr std::uint64_t ahead_bytes = 4096;
   static constexpr std::uint64_t head_bytes = 2048;
+  static constexpr std::uint64_t short_bytes_max = 1024;
   static constexpr std::uint64_t blocks_max = 64;
+
+  static constexpr std::uint64_t distance_bytes(std::uint64_t run_bytes) noexcept {
+    return run_bytes <= short_bytes_max ? 2 * ahead_bytes : ahead_bytes;
+  }
 
   [[gnu::always_inline]] void ask(std::uint64_t b) const noexcept {
     const std::uint8_t* block = paged_ + ids_[b] * stride_;
     for (std::uint64_t at = 0; at < asked_bytes_; at += line_bytes) __builtin_prefetch(block + at);
+    __builtin_prefetch(block + asked_bytes_ - 1);  // a run that starts within a line ends in one line more
   }
 
   const std::uint8_t* paged_;
@@ -237,7 +259,7 @@ bool gather_if_short(const PagedRun& run, std::uint8_t* object, const std::uint8
 
 void gather_run(const RunCopier& copier, const PagedRun& run, std::uint8_t* object, const std::uint8_t* paged,
                 const std::uint32_t* ids, std::uint64_t count) {
-  if (gather_if_short(run, object, paged, ids, count)) return;
+  if (!copier.streams_runs() && gather_if_short(run, object, paged, ids, count)) return;
   const BlocksAhead ahead(run, paged, ids, count);
   for (std::uint64_t b = 0; b < count; ++b, object += run.object_block_stride) {
     ahead.before(b);
@@ -247,6 +269,14 @@ void gather_run(const RunCopier& copier, const PagedRun& run, std::uint8_t* obje
 
 void scatter_run(const RunCopier& copier, const PagedRun& run, const std::uint8_t* object, std::uint8_t* paged,
                  const std::uint32_t* ids, std::uint64_t count) {
+  if (!copier.streams_runs()) {  // through the cache a store waits for its line as a load does
+    const BlocksAhead ahead(run, paged, ids, count);
+    for (std::uint64_t b = 0; b < count; ++b, object += run.object_block_stride) {
+      ahead.before(b);
+      copier.copy({paged + ids[b] * run.paged_block_stride, object});
+    }
+    return;
+  }
   for (std::uint64_t b = 0; b < count; ++b, object += run.object_block_stride) {
     copier.copy({paged + ids[b] * run.paged_block_stride, object});
   }
@@ -259,9 +289,9 @@ void paged_copy(const PagedPlan& plan, PagedDirection direction, std::uint8_t* c
   const bool stream = plan.moved_bytes_ * objects_count >= stream_bytes_min;
   for (std::size_t o = 0; o < objects_count; ++o, block_ids += plan.blocks_per_object_) {
     for (const PagedRun& run : plan.runs_) {
-      const RunCopier copier(run, direction, stream);
       std::uint8_t* paged = tensors[run.tensor] + run.paged_offset;
       std::uint8_t* object = objects[o] + run.object_offset;
+      const RunCopier copier(run, direction, stream, direction == PagedDirection::gather ? object : paged);
       if (direction == PagedDirection::gather) {
         gather_run(copier, run, object, paged, block_ids, plan.blocks_per_object_);
       } else {
@@ -290,9 +320,9 @@ StridedPlan::StridedPlan(const std::vector<StridedCopy>& copies) {
 void strided_copy(const StridedPlan& plan, std::uint8_t* const* sources, std::uint8_t* const* destinations) {
   const bool stream = plan.moved_bytes_ >= stream_bytes_min;
   for (const StridedPlan::Step& step : plan.steps_) {
-    const RunCopier copier(step.run, PagedDirection::gather, stream);
-    copier.copy({destinations[step.destination] + step.run.object_offset,
-                 sources[step.run.tensor] + step.run.paged_offset});
+    std::uint8_t* destination = destinations[step.destination] + step.run.object_offset;
+    const RunCopier copier(step.run, PagedDirection::gather, stream, destination);
+    copier.copy({destination, sources[step.run.tensor] + step.run.paged_offset});
   }
   store_fence();
 }
