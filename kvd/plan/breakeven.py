@@ -400,6 +400,8 @@ class BreakEvenLength:
             f"prefill grows linearly with the new tokens and with the pairs that attend, plus {fixed} that are not "
             f"saved; fitted to the samples given",
             "load and copy run at the same rates at every length",
+            "nothing of them overlaps with compute, and a queue that reuse avoids is not counted: with either, the "
+            "length is no longer than this",
         )
 
     @property
