@@ -33,6 +33,7 @@ LAYERS_MAX: Final = 4096
 HEADS_MAX: Final = 0xFFFF  # a member record holds 16 bits of a head range
 DIM_MAX: Final = 1 << 24
 WINDOW_MAX: Final = 1 << 30
+TOKENS_MAX: Final = 1 << 62
 
 
 class Rule(StrEnum):
@@ -118,6 +119,11 @@ class Group:
     window: int = 0
 
     def __post_init__(self) -> None:
+        if self.rule not in _RULE_ORDER:
+            raise UsageError(
+                f"rule of a group is {self.rule!r}; allowed: {', '.join(_RULE_ORDER)}",
+                code="geometry", field="rule", value=str(self.rule),
+            )  # fmt: skip
         object.__setattr__(self, "rule", Rule(self.rule))
         object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "planes", tuple(self.planes))
@@ -291,7 +297,8 @@ class Geometry:
     ) -> Geometry:
         """By hand, for attention in every layer. With `window`, `window_layers` slide (all, if not given)."""
         count("layers", layers, LAYERS_MAX)
-        planes = kv_planes(kv_heads, head_dim, v_head_dim or head_dim, dtype, v_dtype, scales)
+        v_dim = head_dim if v_head_dim is None else v_head_dim
+        planes = kv_planes(kv_heads, head_dim, v_dim, dtype, v_dtype, scales)
         if window_layers is not None and not window:
             raise UsageError("window_layers without a window", code="geometry", field="window")
         sliding = set(range(layers) if window_layers is None else window_layers) if window else set()
@@ -356,10 +363,13 @@ class Geometry:
 
     def stored_bytes(self, tokens: int, *, snapshots: int = 1) -> int:
         """Bytes of all objects of `tokens` tokens of one prefix, with that many state snapshots."""
+        count("tokens", tokens, TOKENS_MAX, least=0)
+        count("snapshots", snapshots, TOKENS_MAX, least=0)
         return self.bytes_per_token * tokens + self.state_bytes * snapshots
 
     def resident_bytes(self, tokens: int) -> int:
         """Bytes an engine must hold to go on after `tokens` tokens: windows cut to what they still see."""
+        count("tokens", tokens, TOKENS_MAX, least=0)
         kept = sum(group.bytes_per_token * group.kept_tokens(tokens) for group in self.groups)
         return kept + self.state_bytes
 
@@ -401,7 +411,7 @@ class Geometry:
 
 def tail_waste_tokens(tokens: int, block_tokens: int) -> int:
     """Token slots of the last block that a sequence leaves empty: ceil(S / b) x b - S."""
-    count("tokens", tokens, 1 << 62, least=0)
+    count("tokens", tokens, TOKENS_MAX, least=0)
     return -tokens % count("block_tokens", block_tokens, limits.chunk_tokens_max)
 
 
