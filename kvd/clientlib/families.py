@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvd import arguments
+from kvd.clientlib.caches import rows_of
 from kvd.clientlib.leases import Lease, Leases, Report
 from kvd.errors import CompatibilityError, LifecycleError, UsageError
 from kvd.layout import chain as reference
@@ -178,14 +179,13 @@ class FamilyLeases(Leases):
         by_split: dict[int, list[int]] = {}
         for number in todo:
             by_split.setdefault(present[number - self.first_chunk][1], []).append(number - todo.start)
-        copied = 0
+        work = []  # all of it is looked at before the first byte moves
         for code, rows in by_split.items():
-            reads = cache.reads(self._families, code)
-            for read in reads:
-                copied += read.scatter(
-                    cache, self, [todo.start + row for row in rows], block_ids, len(todo), rows
-                )
-        return copied
+            numbers = [todo.start + row for row in rows]
+            for read in cache.reads(self._families, code):
+                ids = rows_of(block_ids, read.copies.blocks_per_chunk, len(todo), rows)
+                work.append((read, read.views(self, numbers), ids))
+        return sum(read.scatter(cache, views, ids) for read, views, ids in work)
 
     async def scatter_async(
         self, cache: EngineCache, block_ids: BlockIds, *, chunks: range | None = None

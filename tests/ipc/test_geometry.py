@@ -385,6 +385,50 @@ def test_objects_of_another_geometry_are_not_scattered(ns: kvd.Namespace) -> Non
         leases.scatter(cache, engine.ids)
 
 
+def test_nothing_is_scattered_where_one_member_does_not_fit(ns: kvd.Namespace) -> None:
+    """Fails if the first member is copied before the size of the second is looked at."""
+    chain, tp = ns.chain(tokens(2 * CHUNK + 1), CHUNK), kvd.Split(tp=2)
+    good = FULL.objects(chunk_tokens=CHUNK, split=tp)[0].size_bytes
+    with ns.reserve(chain, members=[kvd.Member(0, good), kvd.Member(1, 64)], split=tp.code) as writes:
+        writes.fill([bytes(good), bytes(64)] * 2)
+        writes.publish()
+    engine = Engine(Prompt(FULL, 2))
+    tensors = engine.memory()
+    cache = ns.register(engine.layout, tensors, geom=FULL)
+    with (
+        ns.acquire(chain, FULL) as leases,
+        pytest.raises(CompatibilityError, match="member 1 has 64 B, the geometry says"),
+    ):
+        leases.scatter(cache, engine.ids)
+    assert all(np.array_equal(a, b) for a, b in zip(tensors, engine.memory(), strict=True))
+
+
+def test_state_tensors_are_compared_with_their_layout(ns: kvd.Namespace) -> None:
+    """Row A8. A state of another type, or with others between its slots, would be read and written past its bytes."""
+    layout = kvd.StateLayout((("ssm",),), STATE_PLANES, 1, 2)
+    for tensor, said in (
+        (np.zeros((2, 4, 6), np.float64), "element type is float64"),
+        (np.zeros((4, 4, 6), np.float32)[::2], "stride of axis 0"),
+        (np.zeros((2, 6, 4), np.float32).transpose(0, 2, 1), "stride of axis 2"),
+        (np.zeros((3, 4, 6), np.float32), "shape"),
+    ):
+        with pytest.raises(CompatibilityError, match=said):
+            ns.register(layout, [tensor], geom=HYBRID, group="state")
+    with pytest.raises(UsageError, match=r"tensors\[0\] = 'abc'"):
+        ns.register(layout, ["abc"], geom=HYBRID, group="state")
+    ns.register(layout, [np.zeros((2, 4, 6), np.float32)], geom=HYBRID, group="state").close()
+
+
+def test_a_context_rank_may_have_any_block(ns: kvd.Namespace) -> None:
+    """Runs of 16 tokens dealt out to two ranks, blocks of 24: chunks are multiples of 96 tokens."""
+    geom = kvd.Geometry.attention(layers=1, kv_heads=2, head_dim=4, dtype="bfloat16")
+    layout = kvd.PagedLayout("vllm-hnd", geom.groups[0].planes, 1, 8, 24)
+    split = kvd.Split(cp=2, cp_interleave_tokens=16)
+    ns.register(
+        layout, [bytearray(layout.tensor_bytes())], geom=geom, split=split, rank=kvd.Rank(cp=1)
+    ).close()
+
+
 def test_what_a_rank_did_not_fill_is_not_published(store: kvd.Store, ns: kvd.Namespace) -> None:
     """Fails if every granted slot of a geometry is published: its bytes would be whatever lay there before."""
     prompt = Prompt(FULL, 2)
@@ -468,6 +512,16 @@ def test_torch_tensors_in_bfloat16_with_strides(ns: kvd.Namespace) -> None:
     assert not storage[:, :, 0].any()
 
 
+class _Elsewhere:
+    """Block ids as torch keeps them on a device."""
+
+    def data_ptr(self) -> int:
+        return 0
+
+    def numpy(self) -> None:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+
+
 @pytest.mark.parametrize(
     ("act", "said"),
     [
@@ -482,6 +536,7 @@ def test_torch_tensors_in_bfloat16_with_strides(ns: kvd.Namespace) -> None:
         (lambda ns, e, c: ns.reserve(c, geom=FULL).gather(e, [1, 2, 3, 99]), "99"),
         (lambda ns, e, c: ns.reserve(c, geom=FULL).gather(e, [1, 2, 3, -1]), "-1"),
         (lambda ns, e, c: ns.reserve(c, geom=FULL).gather(e, [0.5] * 4), "integers"),
+        (lambda ns, e, c: ns.reserve(c, geom=FULL).gather(e, _Elsewhere()), "Tensor.cpu"),
         (lambda ns, e, c: ns.reserve(ns.chain(tokens(12), 6), geom=FULL).gather(e, [1] * 4), "not a multiple"),
     ],
 )  # fmt: skip

@@ -195,12 +195,14 @@ def test_convolution_columns_and_state_types_are_the_engines_choice() -> None:
         ({"model_type": "mistral", "sliding_window": -1}, "sliding_window is -1"),
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "has 1 entries; the model has 32"),
         ({"model_type": "mistral", "layer_types": ["odd"] * 32}, r"layer_types\[0\] is 'odd'; allowed: full"),
-        ({"model_type": "mistral", "layer_types": ["sliding_attention"] * 32}, "sliding_window is missing"),
+        ({"model_type": "mixtral", "layer_types": ["sliding_attention"] * 32}, "sliding_window is missing"),
         ({"model_type": "mistral", "layer_types": 3}, "layer_types is a int"),
         ({"model_type": "qwen2", "use_sliding_window": "no"}, "use_sliding_window is 'no'"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9}, "max_window_layers is None"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "no prefix to keep"),
+        ({"model_type": "gemma2", "sliding_window": None}, "sliding_window is missing"),
         ({"model_type": "llama4_text", "no_rope_layers": [1, 2]}, "no_rope_layers is"),
+        ({"model_type": "llama4_text", "no_rope_layers": [[1]] * 32}, "no_rope_layers is"),
         ({"model_type": "jamba", "attn_layer_period": 8, "attn_layer_offset": 8}, "attn_layer_offset is 8"),
         ({"model_type": "deepseek_v3"}, "kv_lora_rank is missing"),
         ({"model_type": "minimax"}, "attn_type_list is missing"),
@@ -266,10 +268,13 @@ def test_engines_choices_are_checked() -> None:
     }  # fmt: skip
 
 
-def test_kimi_layer_lists_must_name_each_layer_once() -> None:
+@pytest.mark.parametrize(
+    ("full", "kda"), [([0], [1, 2]), (["3"], [1, 2]), ([None], [1, 2]), ([3, 3], [1, 2])]
+)
+def test_kimi_layer_lists_must_name_each_layer_once(full: list[Any], kda: list[Any]) -> None:
     config = {
         "model_type": "kimi_linear", "num_hidden_layers": 3, "num_attention_heads": 4,
-        "linear_attn_config": {"full_attn_layers": [0], "kda_layers": [1, 2], "num_heads": 4, "head_dim": 8,
+        "linear_attn_config": {"full_attn_layers": full, "kda_layers": kda, "num_heads": 4, "head_dim": 8,
                                "short_conv_kernel_size": 4},
     }  # fmt: skip
     with pytest.raises(UsageError, match="each layer once; allowed: 1 … 3"):
