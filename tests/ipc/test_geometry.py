@@ -568,7 +568,10 @@ def test_no_block_is_written_twice_by_one_scatter(ns: kvd.Namespace) -> None:
     memory = engine.memory(chunks=0)
     before = [one.copy() for one in memory]
     cache = ns.register(engine.layout, memory, geom=FULL, name="twice")
-    with ns.acquire(chain, FULL) as leases, pytest.raises(UsageError, match=r"block_ids\[3\] = 2: stands at .*\[1\]") as e:
+    with (
+        pytest.raises(UsageError, match=r"block_ids\[3\] = 2: stands at .*\[1\]") as e,
+        ns.acquire(chain, FULL) as leases,
+    ):
         leases.scatter(cache, [0, 2, 1, 2])
     assert e.value.code == "KVD-USAGE-BLOCK-IDS"
     assert all((now == then).all() for now, then in zip(memory, before, strict=True))
@@ -578,7 +581,10 @@ def test_a_cache_of_what_is_not_reserved_is_refused(ns: kvd.Namespace) -> None:
     """Fails without `EngineCache.stores`: 0 bytes came back and nothing was published, without a word."""
     chain = ns.chain(tokens(2 * CHUNK + 1), CHUNK)
     state, _ = state_cache(ns, 3, bytes(3 * HYBRID.state_bytes), "states")
-    with ns.reserve(chain, geom=HYBRID, groups=["full"]) as writes, pytest.raises(UsageError, match="'state'") as error:
+    with (
+        ns.reserve(chain, geom=HYBRID, groups=["full"]) as writes,
+        pytest.raises(UsageError, match="'state'") as error,
+    ):
         writes.gather(state, [0, 1])
     assert error.value.code == "KVD-USAGE-GROUP"
     engine = Engine(Prompt(FULL, 2), tp=2, rank=1)
@@ -586,7 +592,10 @@ def test_a_cache_of_what_is_not_reserved_is_refused(ns: kvd.Namespace) -> None:
         engine.layout, engine.memory(chunks=2), geom=FULL, split=kvd.Split(tp=2), rank=1, name="rank1"
     )
     chain = ns.chain(tokens(2 * CHUNK + 1, 5), CHUNK)
-    with ns.reserve(chain, geom=FULL, split=kvd.Split(tp=2), rank=0) as writes, pytest.raises(UsageError, match="rank"):
+    with (
+        ns.reserve(chain, geom=FULL, split=kvd.Split(tp=2), rank=0) as writes,
+        pytest.raises(UsageError, match="rank"),
+    ):
         writes.gather(other, engine.ids)
 
 
