@@ -88,6 +88,16 @@ class EngineCache:
             )  # fmt: skip
         return Copies(part, plan)
 
+    def stores(self, objects: Objects) -> bool:
+        """Whether the rank of this cache stores members of its group. A replica does not; nor is it known of a cache
+        that was registered without the split of `objects`.
+        """
+        rank = self.rank
+        return self.split == objects.split and any(
+            part.group == self.group
+            for part in objects.writes(tp_rank=rank.tp, pp_rank=rank.pp, cp_rank=rank.cp)
+        )
+
     def reads(self, families: Families, code: int) -> list[Read]:
         """What has to be copied out of a family of that split, for one chunk."""
         key = (families.chunk_tokens, code)

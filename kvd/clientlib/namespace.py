@@ -265,8 +265,10 @@ class Namespace:
         deadline_s: float | None = None,
     ) -> Writes:
         """Reserve a slot for every chunk of `chain` that is not present: one object of `nbytes`, or these `members`, or
-        with `geom` the objects of a `split` that `rank` stores (a number is a tensor rank; None: those of all ranks).
+        with `geom` the objects of a `split` (a `kvd.Split`; without one: of a single rank) that `rank` stores (a number
+        is a tensor rank; None: those of all ranks).
 
+        Without `geom`, `split` is a number of the caller's own, 0 … 65,535, which is recorded with the families.
         `family_members`: how many members, numbered first, make a chunk complete (default: all that are written here).
         `groups`: only these groups of the geometry; states are usually stored at some boundaries only.
         `skip_pending`: leave out what another client is writing. Raises CapacityError (pool full of leased, pinned or
@@ -357,7 +359,9 @@ class Namespace:
         groups: Sequence[str | int] | None,
     ) -> _Wanted:
         if not isinstance(split, Split):
-            split = arguments.count("split", split, 0, 0xFFFF, "split")
+            if split != 0 or isinstance(split, bool):
+                raise arguments.refusal("split", split, "with geom= give a kvd.Split, such as Split(tp=4)", "split")
+            split = Split()
         objects, one = families.objects(split), rank_of(rank)
         parts: Sequence[Part] = objects.parts
         if one is not None:

@@ -559,6 +559,63 @@ def test_a_piece_of_an_object_is_not_gathered(ns: kvd.Namespace) -> None:
 
 
 @pytest.mark.slow
+def test_no_block_is_written_twice_by_one_scatter(ns: kvd.Namespace) -> None:
+    """Fails without the check of distinct ids: the block would hold the later object under both names."""
+    prompt = Prompt(FULL, 2)
+    engine = Engine(prompt)
+    chain = ns.chain(tokens(2 * CHUNK + 1), CHUNK)
+    write(ns, chain, engine, kvd.Split(), None)
+    memory = engine.memory(chunks=0)
+    before = [one.copy() for one in memory]
+    cache = ns.register(engine.layout, memory, geom=FULL, name="twice")
+    with (
+        pytest.raises(UsageError, match=r"block_ids\[3\] = 2: stands at .*\[1\]") as e,
+        ns.acquire(chain, FULL) as leases,
+    ):
+        leases.scatter(cache, [0, 2, 1, 2])
+    assert e.value.code == "KVD-USAGE-BLOCK-IDS"
+    assert all((now == then).all() for now, then in zip(memory, before, strict=True))
+
+
+def test_a_cache_of_what_is_not_reserved_is_refused(ns: kvd.Namespace) -> None:
+    """Fails without `EngineCache.stores`: 0 bytes came back and nothing was published, without a word."""
+    chain = ns.chain(tokens(2 * CHUNK + 1), CHUNK)
+    state, _ = state_cache(ns, 3, bytes(3 * HYBRID.state_bytes), "states")
+    with (
+        ns.reserve(chain, geom=HYBRID, groups=["full"]) as writes,
+        pytest.raises(UsageError, match="'state'") as error,
+    ):
+        writes.gather(state, [0, 1])
+    assert error.value.code == "KVD-USAGE-GROUP"
+    engine = Engine(Prompt(FULL, 2), tp=2, rank=1)
+    other = ns.register(
+        engine.layout, engine.memory(chunks=2), geom=FULL, split=kvd.Split(tp=2), rank=1, name="rank1"
+    )
+    chain = ns.chain(tokens(2 * CHUNK + 1, 5), CHUNK)
+    with (
+        ns.reserve(chain, geom=FULL, split=kvd.Split(tp=2), rank=0) as writes,
+        pytest.raises(UsageError, match="rank"),
+    ):
+        writes.gather(other, engine.ids)
+
+
+def test_a_replica_gathers_nothing_beside_what_it_stores(ns: kvd.Namespace) -> None:
+    """A rank whose full group is stored by another, but not its states, runs the same code as all."""
+    geom = kvd.Geometry([
+        kvd.Group(kvd.Rule.FULL, (0,), (kvd.Plane("latent", 1, 8, "bfloat16"),)),
+        kvd.Group(kvd.Rule.STATE, (1,), STATE_PLANES),
+    ])  # fmt: skip
+    prompt = Prompt(geom, 1)
+    engine = Engine(prompt)
+    cache = ns.register(
+        engine.layout, engine.memory(chunks=1), geom=geom, group="full", split=kvd.Split(tp=2), rank=1
+    )
+    chain = ns.chain(tokens(CHUNK + 1), CHUNK)
+    with ns.reserve(chain, geom=geom, split=kvd.Split(tp=2), rank=1) as writes:
+        assert len(writes) == 1  # its half of the state
+        assert writes.gather(cache, engine.ids) == 0
+
+
 def test_break_even_measures_the_daemon_and_leaves_nothing_behind(daemon: Any) -> None:
     import json
 

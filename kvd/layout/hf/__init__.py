@@ -64,8 +64,14 @@ def load(config: Mapping[str, object] | str) -> tuple[Mapping[str, object], str]
     """
     if isinstance(config, Mapping):
         return config, "config"
+    if not isinstance(config, str) and not hasattr(config, "__fspath__"):
+        way = ": give config.to_dict()" if hasattr(config, "to_dict") else ""
+        raise UsageError(
+            f"a config of type {type(config).__name__}{way}; allowed: a mapping, JSON text, or the path of a config.json",
+            code="config-file",
+        )  # fmt: skip
     name, text = "config", str(config)
-    if not text.lstrip().startswith("{"):
+    if not text.lstrip().startswith(("{", "[")):
         name = text
         try:
             with open(text, encoding="utf-8") as file:
