@@ -294,12 +294,8 @@ def _check_fits(group: Group, layout: PagedLayout | StateLayout) -> None:
                 f"has {described.heads}",
                 code="paged", field="heads",
             )  # fmt: skip
-    if isinstance(layout, PagedLayout) and group.windowed and group.window < layout.block_tokens:
-        raise UsageError(
-            f"the window of {group.window} tokens is smaller than the engine's block of {layout.block_tokens}; use a "
-            "smaller block",
-            code="geometry", field="window",
-        )  # fmt: skip
+    if isinstance(layout, PagedLayout):
+        group.check_block(layout.block_tokens)
 
 
 def _states_overlap(group: Group, layout: StateLayout, part: Part) -> bool:

@@ -198,6 +198,15 @@ class Group:
         """Bytes of one snapshot of all layers; 0 for what is kept per token."""
         return self.layer_bytes * len(self.layers) if self.rule is Rule.STATE else 0
 
+    def check_block(self, block_tokens: int) -> None:
+        """Raise UsageError(geometry) for a window that is smaller than a block of the engine."""
+        if self.windowed and self.window < block_tokens:
+            raise UsageError(
+                f"the window of {self.window} tokens is smaller than the engine's block of {block_tokens}; use a "
+                "smaller block",
+                code="geometry", field="window",
+            )  # fmt: skip
+
     def kept_tokens(self, tokens: int) -> int:
         """Tokens that the rule still needs after `tokens` of a sequence, to go on with the next one."""
         match self.rule:
@@ -397,12 +406,7 @@ class Geometry:
         check_chunk_tokens(chunk_tokens, block_tokens=block_tokens)
         if block_tokens:
             for group in self.groups:
-                if group.windowed and group.window < block_tokens:
-                    raise UsageError(
-                        f"the window of {group.window} tokens is smaller than the engine's block of "
-                        f"{block_tokens}; use a smaller block",
-                        code="geometry", field="window",
-                    )  # fmt: skip
+                group.check_block(block_tokens)
         chosen = split if split is not None else shards.Split(tp=tp, pp=pp, cp=cp)
         if split is not None and (tp, pp, cp) != (1, 1, 1):
             raise UsageError("give either split= or tp=, pp=, cp=, not both", code="split")
