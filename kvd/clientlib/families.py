@@ -91,13 +91,9 @@ class Families:
         Raises LifecycleError when they are not, or no longer, what the prefix needs; then nothing is held.
         """
         leases = FamilyLeases(batch, chain, self, len(chain), verify=verify, report=report)
-        if len(batch) != len(chain) - leases.first_chunk or not leases.suffice():
+        if not leases.suffice():
             batch.release()
-            raise LifecycleError(
-                f"{len(batch)} adopted leases are not what a prefix of {len(chain)} chunks needs; hand over "
-                "chain[:leases.usable_chunks] with them",
-                code="adopt", leases=len(batch), chunks=len(chain),
-            )  # fmt: skip
+            raise not_of(chain, len(batch))
         return leases
 
     def _learn(self, code: int) -> None:
@@ -123,9 +119,8 @@ class FamilyLeases(Leases):
         verify: bool,
         report: Report | None = None,
     ) -> None:
-        rule = families.rule
         self.usable_chunks = usable
-        self.first_chunk = min(rule.first_chunk(g, usable) for g in range(len(families.geometry.groups)))
+        self.first_chunk = families.rule.first_needed(usable)
         super().__init__(native, chain[self.first_chunk : usable], verify=verify, report=report)
         self._families = families
         self._present: list[tuple[int, int]] | None = None
@@ -216,6 +211,15 @@ class FamilyLeases(Leases):
                 for low, high, code, _, _, _ in _PRESENT.iter_unpack(self._native.present())
             ]
         return self._present
+
+
+def not_of(chain: Chain, leases: int) -> LifecycleError:
+    """The error for adopted leases that do not belong to a chain."""
+    return LifecycleError(
+        f"{leases} adopted leases are not what a prefix of {len(chain)} chunks needs; hand over the chain they were "
+        "acquired for, with a geometry chain[:leases.usable_chunks]",
+        code="adopt", leases=leases, chunks=len(chain),
+    )  # fmt: skip
 
 
 def group_number(geometry: Geometry, name: str | int | None) -> int:

@@ -65,6 +65,10 @@ class Completeness:
                 return max(0, chunks - 1)
         return chunks if first >= tokens else first // self.chunk_tokens
 
+    def first_needed(self, chunks: int) -> int:
+        """The first chunk that any group needs for a prefix of `chunks`."""
+        return min(self.first_chunk(group, chunks) for group in range(len(self.geometry.groups)))
+
     def usable_lengths(self, present: Sequence[int], splits: Sequence[int] | int) -> int:
         """All usable prefixes as bits: bit k is set if the first k chunks can be loaded. Bit 0 always is.
 

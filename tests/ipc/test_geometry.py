@@ -284,6 +284,9 @@ def test_a_window_model_leases_only_what_it_still_sees(ns: kvd.Namespace) -> Non
             assert adopted.chunks() == range(4, 6)
         with pytest.raises(LifecycleError, match="2 adopted leases"):
             ns.adopt(exported, chain[:1], geom)
+        other = ns.chain(tokens(6 * CHUNK + 1, seed=2), CHUNK)
+        with pytest.raises(LifecycleError, match="not of this chain"):
+            ns.adopt(exported, other[:6], geom)
     assert read(ns, chain, engine) == 6
 
 
