@@ -366,7 +366,7 @@ class Namespace:
         groups: Sequence[str | int] | None,
     ) -> _Wanted:
         if not isinstance(split, Split):
-            if split != 0 or isinstance(split, bool):
+            if isinstance(split, bool) or not isinstance(split, int) or split != 0:
                 raise arguments.refusal(
                     "split", split, "with geom= give a kvd.Split, such as Split(tp=4)", "split"
                 )
