@@ -66,6 +66,20 @@ class EngineCache:
                 "this cache was closed: its tensors are let go; register them again", code="cache"
             )
 
+    def check_geometry(self, geometry: Geometry) -> None:
+        """Raises CompatibilityError for another geometry than these tensors were registered with.
+
+        Groups go by their number: of another geometry it may name other layers with the same planes.
+        """
+        mine = self.geometry
+        if geometry is mine or (geometry.groups, geometry.layers_count) == (mine.groups, mine.layers_count):
+            return
+        raise CompatibilityError(
+            f"this cache was registered with geometry {mine.fingerprint}, these objects are of {geometry.fingerprint}; "
+            "register it with the geometry of the objects",
+            code="geometry", registered=mine.fingerprint, given=geometry.fingerprint,
+        )  # fmt: skip
+
     def write(self, families: Families, objects: Objects, part: Part) -> Copies | None:
         """The plan that fills `part` from these tensors, None if this rank holds nothing of it.
 

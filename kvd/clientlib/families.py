@@ -159,6 +159,8 @@ class FamilyLeases(Leases):
         for each member and split. Raises CompatibilityError naming what cannot be put into this cache.
         """
         check_cache(cache)
+        cache.check_open()
+        cache.check_geometry(self._families.geometry)
         needed = self.chunks(cache.group)
         todo = (
             needed
@@ -169,7 +171,6 @@ class FamilyLeases(Leases):
             raise UsageError(
                 f"chunks {todo} are not within {needed}, which this prefix needs of the group", code="chunks"
             )
-        cache.check_open()
         present = self._families_present()
         by_split: dict[int, list[int]] = {}
         for number in todo:

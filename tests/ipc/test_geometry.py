@@ -388,6 +388,36 @@ def test_objects_of_another_geometry_are_not_scattered(ns: kvd.Namespace) -> Non
         leases.scatter(cache, engine.ids)
 
 
+def test_a_cache_takes_part_in_its_own_geometry_only(ns: kvd.Namespace) -> None:
+    """Group 0 has the same planes in both, and other layers: their bytes would be published under the wrong name."""
+    planes, window = kv_planes(HEADS, DIM, DIM, "bfloat16"), (kvd.Rule.WINDOW, 10)
+    low, high = (0, 1, 2), (3, 4, 5)
+    mine, other = (
+        kvd.Geometry(
+            [kvd.Group(kvd.Rule.FULL, full, planes), kvd.Group(window[0], slides, planes, window[1])]
+        )
+        for full, slides in ((low, high), (high, low))
+    )
+    chain, engine = ns.chain(tokens(2 * CHUNK + 1), CHUNK), Engine(Prompt(mine, 2))
+    cache = ns.register(engine.layout, engine.memory(chunks=2), geom=mine, group=0)
+    with (
+        pytest.raises(CompatibilityError, match=f"registered with geometry {mine.fingerprint}"),
+        ns.reserve(chain, geom=other, groups=[0]) as writes,
+    ):
+        writes.gather(cache, engine.ids)
+    for group in (0, 1):
+        write(ns, chain, Engine(Prompt(other, 2), group=group), kvd.Split(), None, groups=[group])
+    with (
+        ns.acquire(chain, other) as leases,
+        pytest.raises(CompatibilityError, match=f"these objects are of {other.fingerprint}"),
+    ):
+        leases.scatter(cache, engine.ids)
+    named = kvd.Geometry(mine.groups, mine.layers_count, "llama")
+    assert ns.reserve(chain, geom=named, groups=[0]).gather(cache, engine.ids) == 0, (
+        "the same, by another name"
+    )
+
+
 def test_nothing_is_scattered_where_one_member_does_not_fit(ns: kvd.Namespace) -> None:
     """Fails if the first member is copied before the size of the second is looked at."""
     chain, tp = ns.chain(tokens(2 * CHUNK + 1), CHUNK), kvd.Split(tp=2)
