@@ -360,7 +360,9 @@ class Namespace:
     ) -> _Wanted:
         if not isinstance(split, Split):
             if split != 0 or isinstance(split, bool):
-                raise arguments.refusal("split", split, "with geom= give a kvd.Split, such as Split(tp=4)", "split")
+                raise arguments.refusal(
+                    "split", split, "with geom= give a kvd.Split, such as Split(tp=4)", "split"
+                )
             split = Split()
         objects, one = families.objects(split), rank_of(rank)
         parts: Sequence[Part] = objects.parts
