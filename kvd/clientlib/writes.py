@@ -154,10 +154,10 @@ class Writes(Sequence["Write"]):
                 self._touched[item] = 1
             copied += copies.native.moved_bytes * len(rows)
         if not mine and width and cache.stores(objects):
-            group = cache.geometry.groups[cache.group].name
+            name = cache.geometry.groups[cache.group].name
             raise UsageError(
-                f"none of the reserved members lies in this cache of group {group!r}, {cache.rank}: "
-                "reserve that group, for that rank",
+                f"none of the reserved members lies in this cache of group {name!r}, {cache.rank}: reserve that group, "
+                "for that rank",
                 code="group",
             )  # fmt: skip
         return copied

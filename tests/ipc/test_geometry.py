@@ -6,146 +6,31 @@ group, `memory` lays it out as an engine's tensors with noise around it, and eve
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import numpy as np
 import pytest
+from geometry_world import (
+    BLOCK,
+    CHUNK,
+    DIM,
+    FULL,
+    HEADS,
+    HYBRID,
+    LATENT,
+    LAYERS,
+    STATE_PLANES,
+    Engine,
+    Prompt,
+    manifest,
+    read,
+    state_cache,
+    tokens,
+    write,
+)
 
 import kvd
-from kvd.errors import CompatibilityError, LifecycleError, UsageError
-from kvd.layout.geometry import kv_planes
-
-CHUNK, BLOCK, LAYERS, HEADS, DIM = 8, 4, 3, 8, 6
-FULL = kvd.Geometry.attention(layers=LAYERS, kv_heads=HEADS, head_dim=DIM, dtype="bfloat16")
-LATENT = kvd.Geometry.latent(layers=2, latent_dim=16, rope_dim=4, dtype="bfloat16")
-STATE_PLANES = (kvd.Plane("ssm", 4, 6, "float32"),)
-HYBRID = kvd.Geometry([
-    kvd.Group(kvd.Rule.FULL, (0, 3), kv_planes(4, DIM, DIM, "bfloat16")),
-    kvd.Group(kvd.Rule.WINDOW, (1,), kv_planes(4, DIM, DIM, "bfloat16"), 10),
-    kvd.Group(kvd.Rule.STATE, (2,), STATE_PLANES),
-])  # fmt: skip
-AXES = {"L": 0, "P": 1, "H": 2, "B": 3, "N": 4, "D": 5}
-
-
-def manifest(**changes: Any) -> kvd.Manifest:
-    fields = {"model": "m", "revision": "r1", "dtype": "bfloat16", "tenant": "", "salt": "", "fixed": "*"}
-    return kvd.Manifest(**{**fields, **changes})
-
-
-def tokens(count: int, seed: int = 1) -> array[int]:
-    return array("I", np.random.default_rng(seed).integers(0, 50_000, count, dtype=np.uint32).tobytes())
-
-
-class Prompt:
-    """The true KV of a prompt: for each token group bytes [layer, plane, head, token, row]."""
-
-    def __init__(self, geom: kvd.Geometry, chunks: int, seed: int = 1) -> None:
-        rng = np.random.default_rng(seed)
-        self.geom, self.chunks = geom, chunks
-        self.groups = [
-            None
-            if group.rule is kvd.Rule.STATE
-            else [
-                rng.integers(
-                    0, 256, (len(group.layers), plane.heads, chunks * CHUNK, plane.row_bytes), dtype=np.uint8
-                )
-                for plane in group.planes
-            ]
-            for group in geom.groups
-        ]
-
-
-class Engine:
-    """One rank: which heads and layers of a group it keeps, in which layout, and its tensors."""
-
-    def __init__(
-        self, prompt: Prompt, *, group: int = 0, tp: int = 1, rank: int = 0, order: str = "vllm-hnd",
-        blocks: int = 0, layers: tuple[int, int] | None = None, seed: int = 3,
-    ) -> None:  # fmt: skip
-        described = prompt.geom.groups[group]
-        self.group, self.prompt = group, prompt
-        self.heads = max(1, described.heads // tp)
-        self.first = rank * described.heads // tp
-        self.layers = layers or (0, len(described.layers))
-        self.planes = tuple(kvd.Plane(p.name, self.heads, p.dim, p.dtype) for p in described.planes)
-        self.blocks = blocks or prompt.chunks * CHUNK // BLOCK + 3
-        self.layout = kvd.PagedLayout(
-            order, self.planes, self.layers[1] - self.layers[0], self.blocks, BLOCK,
-            first_layer=self.layers[0], first_head=self.first,
-        )  # fmt: skip
-        self.rng = np.random.default_rng(seed)
-        order_ids = self.rng.permutation(self.blocks)
-        self.ids = order_ids[: prompt.chunks * CHUNK // BLOCK].astype(np.int64)
-        self.noise = [
-            self.rng.integers(0, 256, (self.layers[1] - self.layers[0], self.heads, self.blocks, BLOCK, p.row_bytes),
-                              dtype=np.uint8)
-            for p in self.planes
-        ]  # fmt: skip
-
-    def memory(self, *, chunks: int | range = 0) -> list[np.ndarray]:
-        """Tensors with the first `chunks` chunks of the prompt (or those of a range) in their blocks."""
-        wanted = range(chunks) if isinstance(chunks, int) else chunks
-        truth = self.prompt.groups[self.group]
-        assert truth is not None
-        filled = []
-        for plane, noise in zip(truth, self.noise, strict=True):
-            data = noise.copy()
-            mine = plane[self.layers[0] : self.layers[1], self.first : self.first + self.heads]
-            per = CHUNK // BLOCK
-            for chunk in wanted:
-                for slot in range(per):
-                    at = chunk * CHUNK + slot * BLOCK
-                    data[:, :, self.ids[chunk * per + slot]] = mine[:, :, at : at + BLOCK]
-            filled.append(data)
-        return self._arranged(filled)
-
-    def _arranged(self, planes: list[np.ndarray]) -> list[np.ndarray]:
-        separate, axes = self.layout.separate_axes, self.layout.axes
-        inside = "P" not in separate and axes.endswith("PD")
-        if inside:  # planes side by side, of any sizes
-            data = np.concatenate(planes, axis=-1)[:, None]  # L 1 H B N D
-        else:
-            data = np.stack(planes, axis=1)  # L P H B N D
-        data = data.transpose([AXES[a] for a in separate] + [AXES[a] for a in axes if a not in separate])
-        data = np.ascontiguousarray(data).reshape(-1, *data.shape[len(separate) :])
-        if inside:
-            data = data.reshape(*data.shape[:-2], data.shape[-1])
-        return [np.ascontiguousarray(one) for one in data]
-
-
-def write(
-    ns: kvd.Namespace, chain: kvd.Chain, engine: Engine, split: kvd.Split, rank: Any, **options: Any
-) -> list[kvd.Published]:
-    """What a rank does after prefill."""
-    geom = engine.prompt.geom
-    chunks = range(chain.start, chain.start + len(chain))
-    cache = ns.register(
-        engine.layout, engine.memory(chunks=engine.prompt.chunks), geom=geom, group=engine.group,
-        name=str(engine.layout.fingerprint),
-    )  # fmt: skip
-    per = CHUNK // BLOCK
-    with ns.reserve(chain, geom=geom, split=split, rank=rank, **options) as writes:
-        writes.gather(cache, engine.ids[chunks.start * per : chunks.stop * per])
-        return writes.publish()
-
-
-def read(ns: kvd.Namespace, chain: kvd.Chain, engine: Engine, **options: Any) -> int:
-    """What a rank does before prefill; checks every byte of its tensors, the untouched ones too."""
-    tensors = engine.memory()
-    cache = ns.register(
-        engine.layout, tensors, geom=engine.prompt.geom, group=engine.group, name="reader", **options
-    )
-    with ns.acquire(chain, engine.prompt.geom) as leases:
-        chunks, per = leases.chunks(engine.group), CHUNK // BLOCK
-        copied = leases.scatter(cache, engine.ids[chunks.start * per : chunks.stop * per])
-        usable = leases.usable_chunks
-    cache.close()
-    expected = engine.memory(chunks=chunks)
-    assert all(np.array_equal(a, b) for a, b in zip(tensors, expected, strict=True))
-    row = sum(plane.size_bytes for plane in engine.planes) * engine.layout.layers
-    assert copied == len(chunks) * CHUNK * row
-    return usable
+from kvd.errors import LifecycleError, UsageError
 
 
 @pytest.fixture
@@ -229,12 +114,6 @@ def test_a_latent_cache_is_stored_once_for_all_ranks(store: kvd.Store, ns: kvd.N
         assert read(ns, chain, Engine(prompt, order="sglang-mla-page-first")) == 4
 
 
-def state_cache(ns: kvd.Namespace, slots: int, data: bytes, name: str) -> tuple[Any, bytearray]:
-    layout = kvd.StateLayout((("ssm",),), STATE_PLANES, 1, slots)
-    tensor = bytearray(data)
-    return ns.register(layout, [tensor], geom=HYBRID, group="state", name=name), tensor
-
-
 def test_a_hybrid_is_usable_where_every_group_is_there(ns: kvd.Namespace) -> None:
     """Row A10. Fails if completeness is that of the attention layers alone."""
     prompt, chunks = Prompt(HYBRID, 6), 6
@@ -307,48 +186,6 @@ def test_the_last_token_is_always_computed(ns: kvd.Namespace) -> None:
     assert prompt.chunks == 4
 
 
-def test_a_changed_layout_is_refused_where_it_is_registered(ns: kvd.Namespace) -> None:
-    """Row A8. Fails if a registration does not compare layouts, or a tensor is not compared with its layout."""
-    engine = Engine(Prompt(FULL, 2))
-    cache = ns.register(engine.layout, engine.memory(), geom=FULL)
-    ns.register(engine.layout, engine.memory(), geom=FULL)
-    other = Engine(Prompt(FULL, 2), order="vllm-nhd")
-    with pytest.raises(CompatibilityError, match="axes: 'LBHNPD' registered, 'LBNHPD' now") as caught:
-        ns.register(other.layout, other.memory(), geom=FULL)
-    assert caught.value.fields["registered"] == cache.fingerprint
-    again = ns.register(other.layout, other.memory(), geom=FULL, name="another engine")
-    assert again.fingerprint != cache.fingerprint
-    with pytest.raises(CompatibilityError, match="shape"):
-        ns.register(engine.layout, other.memory(), geom=FULL)
-    with pytest.raises(CompatibilityError, match="2 tensors for a layout of 3"):
-        ns.register(engine.layout, engine.memory()[:2], geom=FULL)
-    transposed = [t.transpose(0, 2, 1, 3) for t in other.memory()]
-    with pytest.raises(CompatibilityError, match="stride"):
-        ns.register(engine.layout, transposed, geom=FULL)
-    again.close()
-    with (
-        pytest.raises(LifecycleError, match="closed"),
-        ns.acquire(ns.chain(tokens(9), CHUNK), FULL) as leases,
-    ):
-        leases.scatter(again, [])
-
-
-@pytest.mark.parametrize(
-    ("geom", "said"),
-    [
-        (kvd.Geometry.attention(layers=3, kv_heads=8, head_dim=DIM, dtype="float16"), "bfloat16"),
-        (kvd.Geometry.attention(layers=3, kv_heads=8, head_dim=4, dtype="bfloat16"), "planes"),
-        (kvd.Geometry.attention(layers=2, kv_heads=8, head_dim=DIM, dtype="bfloat16"), "layers 0 … 2"),
-        (kvd.Geometry.attention(layers=3, kv_heads=4, head_dim=DIM, dtype="bfloat16"), "heads 0 … 7"),
-        (HYBRID, "group None"),
-    ],
-)
-def test_a_layout_of_another_geometry_is_refused(ns: kvd.Namespace, geom: kvd.Geometry, said: str) -> None:
-    engine = Engine(Prompt(FULL, 2))
-    with pytest.raises((CompatibilityError, UsageError), match=said):
-        ns.register(engine.layout, engine.memory(), geom=geom)
-
-
 def test_another_revision_salt_or_tenant_finds_nothing(store: kvd.Store, ns: kvd.Namespace) -> None:
     """Rows A9, E2."""
     chain = ns.chain(tokens(2 * CHUNK + 1), CHUNK)
@@ -359,97 +196,6 @@ def test_another_revision_salt_or_tenant_finds_nothing(store: kvd.Store, ns: kvd
         assert other.match(other.chain(tokens(2 * CHUNK + 1), CHUNK), FULL) == 0
     with pytest.raises(UsageError, match="salt"):
         kvd.Manifest(model="m", revision="r1", dtype="bfloat16", tenant="", fixed="*")
-
-
-def test_a_manifest_that_names_its_geometry_takes_no_other(store: kvd.Store) -> None:
-    ns = store.namespace(manifest(extra={"geometry": FULL.fingerprint}))
-    chain = ns.chain(tokens(2 * CHUNK), CHUNK)
-    assert ns.match(chain, FULL) == 0
-    for action in (
-        lambda: ns.match(chain, LATENT),
-        lambda: ns.reserve(chain, geom=LATENT),
-        lambda: ns.acquire(chain, LATENT),
-    ):
-        with pytest.raises(CompatibilityError, match=LATENT.fingerprint):
-            action()
-
-
-def test_objects_of_another_geometry_are_not_scattered(ns: kvd.Namespace) -> None:
-    chain = ns.chain(tokens(2 * CHUNK + 1), CHUNK)
-    with ns.reserve(chain, nbytes=64) as writes:
-        writes.fill([bytes(64)] * 2)
-        writes.publish()
-    engine = Engine(Prompt(FULL, 2))
-    cache = ns.register(engine.layout, engine.memory(), geom=FULL)
-    with (
-        ns.acquire(chain, FULL) as leases,
-        pytest.raises(CompatibilityError, match="64 B, the geometry says"),
-    ):
-        leases.scatter(cache, engine.ids)
-
-
-def test_a_cache_takes_part_in_its_own_geometry_only(ns: kvd.Namespace) -> None:
-    """Group 0 has the same planes in both, and other layers: their bytes would be published under the wrong name."""
-    planes, window = kv_planes(HEADS, DIM, DIM, "bfloat16"), (kvd.Rule.WINDOW, 10)
-    low, high = (0, 1, 2), (3, 4, 5)
-    mine, other = (
-        kvd.Geometry(
-            [kvd.Group(kvd.Rule.FULL, full, planes), kvd.Group(window[0], slides, planes, window[1])]
-        )
-        for full, slides in ((low, high), (high, low))
-    )
-    chain, engine = ns.chain(tokens(2 * CHUNK + 1), CHUNK), Engine(Prompt(mine, 2))
-    cache = ns.register(engine.layout, engine.memory(chunks=2), geom=mine, group=0)
-    with (
-        pytest.raises(CompatibilityError, match=f"registered with geometry {mine.fingerprint}"),
-        ns.reserve(chain, geom=other, groups=[0]) as writes,
-    ):
-        writes.gather(cache, engine.ids)
-    for group in (0, 1):
-        write(ns, chain, Engine(Prompt(other, 2), group=group), kvd.Split(), None, groups=[group])
-    with (
-        ns.acquire(chain, other) as leases,
-        pytest.raises(CompatibilityError, match=f"these objects are of {other.fingerprint}"),
-    ):
-        leases.scatter(cache, engine.ids)
-    named = kvd.Geometry(mine.groups, mine.layers_count, "llama")
-    assert ns.reserve(chain, geom=named, groups=[0]).gather(cache, engine.ids) == 0, (
-        "the same, by another name"
-    )
-
-
-def test_nothing_is_scattered_where_one_member_does_not_fit(ns: kvd.Namespace) -> None:
-    """Fails if the first member is copied before the size of the second is looked at."""
-    chain, tp = ns.chain(tokens(2 * CHUNK + 1), CHUNK), kvd.Split(tp=2)
-    good = FULL.objects(chunk_tokens=CHUNK, split=tp)[0].size_bytes
-    with ns.reserve(chain, members=[kvd.Member(0, good), kvd.Member(1, 64)], split=tp.code) as writes:
-        writes.fill([bytes(good), bytes(64)] * 2)
-        writes.publish()
-    engine = Engine(Prompt(FULL, 2))
-    tensors = engine.memory()
-    cache = ns.register(engine.layout, tensors, geom=FULL)
-    with (
-        ns.acquire(chain, FULL) as leases,
-        pytest.raises(CompatibilityError, match="member 1 has 64 B, the geometry says"),
-    ):
-        leases.scatter(cache, engine.ids)
-    assert all(np.array_equal(a, b) for a, b in zip(tensors, engine.memory(), strict=True))
-
-
-def test_state_tensors_are_compared_with_their_layout(ns: kvd.Namespace) -> None:
-    """Row A8. A state of another type, or with others between its slots, would be read and written past its bytes."""
-    layout = kvd.StateLayout((("ssm",),), STATE_PLANES, 1, 2)
-    for tensor, said in (
-        (np.zeros((2, 4, 6), np.float64), "element type is float64"),
-        (np.zeros((4, 4, 6), np.float32)[::2], "stride of axis 0"),
-        (np.zeros((2, 6, 4), np.float32).transpose(0, 2, 1), "stride of axis 2"),
-        (np.zeros((3, 4, 6), np.float32), "shape"),
-    ):
-        with pytest.raises(CompatibilityError, match=said):
-            ns.register(layout, [tensor], geom=HYBRID, group="state")
-    with pytest.raises(UsageError, match=r"tensors\[0\] = 'abc'"):
-        ns.register(layout, ["abc"], geom=HYBRID, group="state")
-    ns.register(layout, [np.zeros((2, 4, 6), np.float32)], geom=HYBRID, group="state").close()
 
 
 def test_a_context_rank_may_have_any_block(ns: kvd.Namespace) -> None:
@@ -545,110 +291,7 @@ def test_torch_tensors_in_bfloat16_with_strides(ns: kvd.Namespace) -> None:
     assert not storage[:, :, 0].any()
 
 
-class _Elsewhere:
-    """Block ids as torch keeps them on a device."""
-
-    def data_ptr(self) -> int:
-        return 0
-
-    def numpy(self) -> None:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
-
-
-@pytest.mark.parametrize(
-    ("act", "said"),
-    [
-        (lambda ns, e, c: ns.reserve(c, geom=FULL, split=kvd.Split(tp=3)), "8 heads of group full"),
-        (lambda ns, e, c: ns.reserve(c, geom=FULL, nbytes=64), "what the members are"),
-        (lambda ns, e, c: ns.reserve(c, nbytes=64, rank=1), "only with geom="),
-        (lambda ns, e, c: ns.reserve(c, geom=FULL, groups=["state"]), "0: 'full'"),
-        (lambda ns, e, c: ns.reserve(c, geom=FULL, split=kvd.Split(tp=2), rank=2), "tp_rank is 2"),
-        (lambda ns, e, c: ns.reserve(c, members=[kvd.Member(1, 64)]), "family_members="),
-        (lambda ns, e, c: ns.reserve(c, nbytes=64).gather(e, []), "geom="),
-        (lambda ns, e, c: ns.reserve(c, geom=FULL).gather(e, [1, 2, 3]), "3 block ids for 2 chunks of 2"),
-        (lambda ns, e, c: ns.reserve(c, geom=FULL).gather(e, [1, 2, 3, 99]), "99"),
-        (lambda ns, e, c: ns.reserve(c, geom=FULL).gather(e, [1, 2, 3, -1]), "-1"),
-        (lambda ns, e, c: ns.reserve(c, geom=FULL).gather(e, [0.5] * 4), "integers"),
-        (lambda ns, e, c: ns.reserve(c, geom=FULL).gather(e, _Elsewhere()), "Tensor.cpu"),
-        (lambda ns, e, c: ns.reserve(ns.chain(tokens(12), 6), geom=FULL).gather(e, [1] * 4), "not a multiple"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused_by_name(ns: kvd.Namespace, act: Any, said: str) -> None:
-    engine = Engine(Prompt(FULL, 2))
-    cache = ns.register(engine.layout, engine.memory(), geom=FULL)
-    with pytest.raises(UsageError, match=said):
-        act(ns, cache, ns.chain(tokens(2 * CHUNK), CHUNK))
-
-
-def test_a_piece_of_an_object_is_not_gathered(ns: kvd.Namespace) -> None:
-    engine = Engine(Prompt(FULL, 2), tp=4, rank=1)
-    cache = ns.register(engine.layout, engine.memory(), geom=FULL)
-    chain = ns.chain(tokens(2 * CHUNK), CHUNK)
-    writes = ns.reserve(chain, geom=FULL, split=kvd.Split(tp=2))
-    with writes, pytest.raises(CompatibilityError, match="of member 0"):
-        writes.gather(cache, engine.ids)
-    with pytest.raises(CompatibilityError, match="Rank"):
-        ns.register(engine.layout, engine.memory(), geom=FULL, split=kvd.Split(tp=2), rank=0)
-
-
 @pytest.mark.slow
-def test_no_block_is_written_twice_by_one_scatter(ns: kvd.Namespace) -> None:
-    """Fails without the check of distinct ids: the block would hold the later object under both names."""
-    prompt = Prompt(FULL, 2)
-    engine = Engine(prompt)
-    chain = ns.chain(tokens(2 * CHUNK + 1), CHUNK)
-    write(ns, chain, engine, kvd.Split(), None)
-    memory = engine.memory(chunks=0)
-    before = [one.copy() for one in memory]
-    cache = ns.register(engine.layout, memory, geom=FULL, name="twice")
-    with (
-        pytest.raises(UsageError, match=r"block_ids\[3\] = 2: stands at .*\[1\]") as e,
-        ns.acquire(chain, FULL) as leases,
-    ):
-        leases.scatter(cache, [0, 2, 1, 2])
-    assert e.value.code == "KVD-USAGE-BLOCK-IDS"
-    assert all((now == then).all() for now, then in zip(memory, before, strict=True))
-
-
-def test_a_cache_of_what_is_not_reserved_is_refused(ns: kvd.Namespace) -> None:
-    """Fails without `EngineCache.stores`: 0 bytes came back and nothing was published, without a word."""
-    chain = ns.chain(tokens(2 * CHUNK + 1), CHUNK)
-    state, _ = state_cache(ns, 3, bytes(3 * HYBRID.state_bytes), "states")
-    with (
-        ns.reserve(chain, geom=HYBRID, groups=["full"]) as writes,
-        pytest.raises(UsageError, match="'state'") as error,
-    ):
-        writes.gather(state, [0, 1])
-    assert error.value.code == "KVD-USAGE-GROUP"
-    engine = Engine(Prompt(FULL, 2), tp=2, rank=1)
-    other = ns.register(
-        engine.layout, engine.memory(chunks=2), geom=FULL, split=kvd.Split(tp=2), rank=1, name="rank1"
-    )
-    chain = ns.chain(tokens(2 * CHUNK + 1, 5), CHUNK)
-    with (
-        ns.reserve(chain, geom=FULL, split=kvd.Split(tp=2), rank=0) as writes,
-        pytest.raises(UsageError, match="rank"),
-    ):
-        writes.gather(other, engine.ids)
-
-
-def test_a_replica_gathers_nothing_beside_what_it_stores(ns: kvd.Namespace) -> None:
-    """A rank whose full group is stored by another, but not its states, runs the same code as all."""
-    geom = kvd.Geometry([
-        kvd.Group(kvd.Rule.FULL, (0,), (kvd.Plane("latent", 1, 8, "bfloat16"),)),
-        kvd.Group(kvd.Rule.STATE, (1,), STATE_PLANES),
-    ])  # fmt: skip
-    prompt = Prompt(geom, 1)
-    engine = Engine(prompt)
-    cache = ns.register(
-        engine.layout, engine.memory(chunks=1), geom=geom, group="full", split=kvd.Split(tp=2), rank=1
-    )
-    chain = ns.chain(tokens(CHUNK + 1), CHUNK)
-    with ns.reserve(chain, geom=geom, split=kvd.Split(tp=2), rank=1) as writes:
-        assert len(writes) == 1  # its half of the state
-        assert writes.gather(cache, engine.ids) == 0
-
-
 def test_break_even_measures_the_daemon_and_leaves_nothing_behind(daemon: Any) -> None:
     import json
 

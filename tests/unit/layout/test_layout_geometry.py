@@ -334,3 +334,21 @@ def test_objects_hold_every_byte_once(layers: int, heads: int, dim: int, tp: int
         return
     assert objects.chunk_bytes == geom.stored_bytes(16)
     assert [part.index for part in objects] == list(range(len(objects)))
+
+
+def test_a_config_that_is_no_mapping_says_what_to_give() -> None:
+    class Config:
+        def to_dict(self) -> dict[str, object]:
+            return {}
+
+    with pytest.raises(UsageError, match=r"type Config: give config.to_dict\(\)"):
+        Geometry.from_hf_config(Config(), dtype="bfloat16")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="not a JSON object, but a list"):
+        Geometry.from_hf_config("[1]", dtype="bfloat16")
+    with pytest.raises(UsageError, match="write 'bfloat16'"):
+        Geometry.attention(layers=1, kv_heads=1, head_dim=8, dtype=_TorchType())  # type: ignore[arg-type]
+
+
+class _TorchType:
+    def __str__(self) -> str:
+        return "torch.bfloat16"
