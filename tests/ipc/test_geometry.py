@@ -99,6 +99,30 @@ def test_stages_and_context_ranks_are_put_together(ns: kvd.Namespace, split: kvd
     assert read(ns, chain, Engine(prompt, layers=(1, 3))) == 3
 
 
+def test_a_family_is_never_put_together_from_two_splits(ns: kvd.Namespace) -> None:
+    """Half a family of TP 2 and the other half's number from PP 2, of the same size: other bytes under one name.
+
+    Fails if a member is taken by its number alone.
+    """
+    geom = kvd.Geometry.attention(layers=2, kv_heads=2, head_dim=8, dtype="bfloat16")
+    chain = ns.chain(tokens(2 * CHUNK + 1), CHUNK)
+    stages, ranks = kvd.Split(pp=2), kvd.Split(tp=2)
+    halves = [geom.objects(chunk_tokens=CHUNK, split=split)[1].size_bytes for split in (stages, ranks)]
+    assert halves[0] == halves[1]
+
+    def put(split: kvd.Split, rank: kvd.Rank) -> list[kvd.Published]:
+        with ns.reserve(chain, geom=geom, split=split, rank=rank) as writes:
+            for one in writes:
+                one.view[:] = b"\1" * len(one.view)
+            return list(writes.publish())
+
+    assert put(ranks, kvd.Rank(tp=0)) == [kvd.Published.PUBLISHED] * 2
+    assert put(stages, kvd.Rank(pp=1)) == [kvd.Published.PRESENT] * 2
+    assert ns.match(chain, geom) == ns.match(chain) == 0
+    assert put(ranks, kvd.Rank(tp=1)) == [kvd.Published.PUBLISHED] * 2
+    assert ns.match(chain, geom) == 2
+
+
 def test_a_latent_cache_is_stored_once_for_all_ranks(store: kvd.Store, ns: kvd.Namespace) -> None:
     """Row E4. Fails if a rank that shares its heads with an earlier one stores them again."""
     prompt, split = Prompt(LATENT, 4), kvd.Split(tp=4)
