@@ -75,7 +75,7 @@ def test_tensor_parallelism(running: Any) -> None:
     assert second["counters"]["hit_tokens"] == PREFIX
     assert second["counters"]["loaded_bytes"] == first["counters"]["saved_bytes"] > 0
     assert second["counters"]["hook_errors"] == second["counters"]["load_failures"] == 0
-    # One worker reads what two wrote, head ranges put together on the way; an empty or shuffled head would change tokens.
+    # One worker reads what two wrote, put together on the way; an empty or shuffled head would change tokens.
     alone = scenario("one_run", socket=running.socket)
     assert alone["run"]["tokens"] == first["run"]["tokens"]
     assert alone["run"]["cached"] == alone["counters"]["hit_tokens"] == PREFIX
