@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvd.errors import CompatibilityError, LifecycleError, UsageError
@@ -323,9 +324,18 @@ def _buffers(layout: PagedLayout | StateLayout, tensors: Sequence[Any]) -> list[
     buffers: list[Any] = []
     for number, (tensor, size_bytes) in enumerate(zip(tensors, sizes, strict=True)):
         if isinstance(layout, PagedLayout):
-            _verify(layout, tensor, slots[number][1])
+            _verify(partial(layout.verify, plane=slots[number][1]), tensor)
+        else:
+            _verify(partial(layout.verify, tensor=number % len(layout.tensors)), tensor)
         buffer = _bytes_of(tensor, size_bytes)
-        held = memoryview(buffer).nbytes
+        try:
+            held = memoryview(buffer).nbytes
+        except TypeError:
+            raise UsageError(
+                f"tensor {number} is a {type(tensor).__name__}; allowed: a torch tensor, a numpy array or a contiguous "
+                "buffer of bytes",
+                code="device",
+            ) from None  # fmt: skip
         if held < size_bytes:
             raise CompatibilityError(
                 f"tensor {number} has {held} B, its layout reaches {size_bytes}",
@@ -336,13 +346,14 @@ def _buffers(layout: PagedLayout | StateLayout, tensors: Sequence[Any]) -> list[
     return buffers
 
 
-def _verify(layout: PagedLayout, tensor: Any, plane: int) -> None:
+def _verify(verify: Callable[[tuple[int, ...], list[int], str], None], tensor: Any) -> None:
+    """Hand what a tensor says of itself to its layout; a plain buffer says nothing."""
     if hasattr(tensor, "data_ptr"):
         element = tensor.element_size()
         strides = [stride * element for stride in tensor.stride()]
-        layout.verify(tuple(tensor.shape), strides, str(tensor.dtype).removeprefix("torch."), plane=plane)
+        verify(tuple(tensor.shape), strides, str(tensor.dtype).removeprefix("torch."))
     elif hasattr(tensor, "__array_interface__"):
-        layout.verify(tuple(tensor.shape), list(tensor.strides), str(tensor.dtype), plane=plane)
+        verify(tuple(tensor.shape), list(tensor.strides), str(tensor.dtype))
 
 
 def _bytes_of(tensor: Any, size_bytes: int) -> Any:

@@ -7,11 +7,14 @@ sequence. The plan has the same form as that of a paged layout, with one block, 
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvd.errors import CompatibilityError, UsageError
 from kvd.layout import encoding, strided
+from kvd.layout.dtypes import dtype_bits
 from kvd.layout.geometry import LAYERS_MAX, Group, Plane, Rule, count
 from kvd.layout.paged import BLOCKS_MAX, Entry, PagedPlan, loops_product
 from kvd.layout.shards import Part, band_layouts
@@ -100,6 +103,40 @@ class StateLayout:
     def slot_bytes(self, tensor: int) -> int:
         """Bytes of one slot of a tensor (0-based within a layer)."""
         return sum(plane.size_bytes for plane in self.planes if plane.name in self.tensors[tensor])
+
+    def verify(
+        self, shape: Sequence[int], strides_bytes: Sequence[int], dtype: str, *, tensor: int = 0
+    ) -> None:
+        """Refuse a tensor that is not what this layout describes; `tensor` counts from 0 within a layer.
+
+        It is dense. Its first axis are the slots, the others make the bytes of one; or it is raw bytes ("uint8") of any
+        shape, as it must be where planes of several types lie in one tensor. Raises CompatibilityError(paged).
+        """
+        dense = dtype_bits(dtype) // 8
+        size_bytes = math.prod(shape) * dense
+        for axis, extent, stride in reversed(list(zip(range(len(shape)), shape, strides_bytes, strict=True))):
+            if extent > 1 and stride != dense:
+                raise self._mismatch(f"stride of axis {axis} in bytes", stride, f"{dense}, without gaps")
+            dense *= extent
+        types = sorted({plane.dtype for plane in self.planes if plane.name in self.tensors[tensor]})
+        if dtype == "uint8" and types != ["uint8"]:
+            if size_bytes < self.slots * self.slot_bytes(tensor):
+                raise self._mismatch("size in bytes", size_bytes, self.slots * self.slot_bytes(tensor))
+            return
+        if types != [dtype]:
+            raise self._mismatch("element type", dtype, " and ".join(types))
+        found = (shape[0] if shape else 0, size_bytes)
+        if found != (self.slots, self.slots * self.slot_bytes(tensor)):
+            described = f"{self.slots} slots of {self.slot_bytes(tensor)} B on the first axis"
+            raise self._mismatch("shape", tuple(shape), described)
+
+    @staticmethod
+    def _mismatch(what: str, found: object, described: object) -> CompatibilityError:
+        return CompatibilityError(
+            f"the tensor does not match its state layout: {what} is {found}, described as {described}; "
+            "describe the layout the engine really has, or give a dense copy",
+            code="paged", found=str(found), described=str(described),
+        )  # fmt: skip
 
     def plan(self, group: Group, part: Part) -> PagedPlan:
         """Copies between one slot and the snapshot `part`; what both hold. Errors as

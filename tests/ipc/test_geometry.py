@@ -330,6 +330,19 @@ def test_a_changed_layout_is_refused_where_it_is_registered(ns: kvd.Namespace) -
         leases.scatter(again, [])
 
 
+def test_a_state_tensor_with_gaps_is_refused_where_it_is_registered(ns: kvd.Namespace) -> None:
+    """Fails if tensors of states are not compared with their layout: the bytes between slots would be stored."""
+    wide = np.zeros((4, 2 * STATE_PLANES[0].size_bytes // 4), np.float32)
+    layout = kvd.StateLayout((("ssm",),), STATE_PLANES, 1, 4)
+    with pytest.raises(CompatibilityError, match="stride of axis 0"):
+        ns.register(layout, [wide[:, : wide.shape[1] // 2]], geom=HYBRID, group="state")
+    with pytest.raises(CompatibilityError, match="stride of axis 1"):
+        ns.register(layout, [wide[:, ::2]], geom=HYBRID, group="state")
+    with pytest.raises(UsageError, match="tensor 0 is a NoneType"):
+        ns.register(layout, [None], geom=HYBRID, group="state")
+    ns.register(layout, [np.ascontiguousarray(wide[:, ::2])], geom=HYBRID, group="state")
+
+
 @pytest.mark.parametrize(
     ("geom", "said"),
     [

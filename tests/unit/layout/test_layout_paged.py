@@ -353,6 +353,32 @@ def test_states_that_do_not_match_are_refused() -> None:
     spelled.verify(tensor.shape, tensor.strides, "bfloat16")
 
 
+def test_a_tensor_of_states_is_compared_with_its_layout() -> None:
+    """Fails if a tensor with gaps, of another type or with other slots is taken for the dense one described."""
+    layout = StateLayout((("conv_x", "conv_b", "conv_c"), ("ssm",)), STATE, layers=1, slots=3)
+    dense = np.zeros((3, 4, 6), np.float32)
+    layout.verify(dense.shape, dense.strides, "float32", tensor=1)
+    layout.verify((3, 24), (96, 4), "float32", tensor=1)
+    layout.verify((3, 48), (96, 2), "bfloat16", tensor=0)
+    layout.verify((4 * 96,), (1,), "uint8", tensor=1)
+    layout.verify((1, 3 * 96), (7, 1), "uint8", tensor=1)
+    for shape, strides, dtype, said in (
+        ((3, 24), (192, 4), "float32", "stride of axis 0 in bytes is 192, described as 96"),
+        ((3, 24), (4, 12), "float32", "stride of axis 1"),
+        ((3, 24), (-96, 4), "float32", "stride of axis 0 in bytes is -96"),
+        ((3, 24), (192, 8), "float64", "element type is float64, described as float32"),
+        ((6, 12), (48, 4), "float32", "shape is"),
+        ((3, 12), (48, 4), "float32", "3 slots of 96 B"),
+        ((), (), "float32", "shape is"),
+        ((2, 96), (96, 1), "uint8", "size in bytes is 192, described as 288"),
+    ):
+        with pytest.raises(CompatibilityError, match=said):
+            layout.verify(shape, strides, dtype, tensor=1)
+    mixed = StateLayout((("conv_x", "conv_b", "conv_c", "ssm"),), STATE, layers=1, slots=2)
+    with pytest.raises(CompatibilityError, match="described as bfloat16 and float32"):
+        mixed.verify((2, 48), (192, 4), "float32")
+
+
 def test_a_state_rank_of_another_split_takes_its_heads() -> None:
     """Written by TP 1, read by rank 1 of TP 2: half of every plane."""
     geom = Geometry([Group(Rule.STATE, (0,), STATE)])
