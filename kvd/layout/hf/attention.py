@@ -46,13 +46,17 @@ def groups_of(
         if not layers:
             continue
         if span is None:
-            raise fields.refuse(field, "is missing", f"layers {layers[:4]}… need it")
+            found = "is null" if field in fields.mapping else "is missing"
+            raise fields.refuse(field, found, f"layers {layers[:4]}… need it")
         groups.append(Group(rule, layers, planes, span))
     return groups
 
 
 def _window(fields: Fields, default: int | None = None) -> int | None:
-    return fields.maybe("sliding_window", most=WINDOW_FIELD_MAX) or default
+    """The window; absent is the default of the class, null is none."""
+    if "sliding_window" not in fields.mapping:
+        return default
+    return fields.maybe("sliding_window", most=WINDOW_FIELD_MAX)
 
 
 def uniform(fields: Fields, types: Types) -> list[Group]:
@@ -60,7 +64,7 @@ def uniform(fields: Fields, types: Types) -> list[Group]:
     Starcoder 2).
     """
     planes = attention_planes(types, fields.kv_heads(), fields.head_dim())
-    window = _window(fields)
+    window = _window(fields, 4096 if fields.model_type == "mistral" else None)
     kinds = fields.listed("layer_types", KINDS) or ["window" if window else "full"] * fields.layers()
     return groups_of(fields, planes, kinds, window)
 
@@ -81,7 +85,7 @@ def _qwen(head_dim: int | None) -> Callable[[Fields, Types], list[Group]]:
     def reader(fields: Fields, types: Types) -> list[Group]:
         planes = attention_planes(types, fields.kv_heads(), fields.head_dim(default=head_dim))
         layers = fields.layers()
-        window = _window(fields) if fields.flag("use_sliding_window", False) else None
+        window = _window(fields, 4096) if fields.flag("use_sliding_window", False) else None
         kinds = fields.listed("layer_types", KINDS)
         if kinds is None and window is None:
             kinds = ["full"] * layers
@@ -136,14 +140,17 @@ def llama4(fields: Fields, types: Types) -> list[Group]:
     """
     layers = fields.layers()
     planes = attention_planes(types, fields.kv_heads(), fields.head_dim())
-    chunk = fields.maybe("attention_chunk_size", most=WINDOW_FIELD_MAX)
+    absent = (
+        8192 if "attention_chunk_size" not in fields.mapping else None
+    )  # null: no layer is cut into chunks
+    chunk = fields.maybe("attention_chunk_size", most=WINDOW_FIELD_MAX) or absent
     kinds = fields.listed("layer_types", KINDS)
     if kinds is None:
         flags = fields.mapping.get("no_rope_layers")
-        if not flags:
+        if flags is None or flags == []:
             every = fields.number("no_rope_layer_interval", most=layers, default=4)
             flags = [int((layer + 1) % every != 0) for layer in range(layers)]
-        if not isinstance(flags, Sequence) or len(flags) != layers or not set(flags) <= {0, 1}:
+        if not isinstance(flags, list) or len(flags) != layers or any(flag not in (0, 1) for flag in flags):
             raise fields.refuse(
                 "no_rope_layers", f"is {flags!r}", f"allowed is a list of {layers} zeros and ones"
             )
