@@ -20,6 +20,7 @@ from rich.console import Console
 
 from kvd import limits
 from kvd.errors import KvdError, UsageError, to_dict
+from kvd.kvctl.plan_inputs import Model, model_of, own_metadata_bytes, token_bytes_of
 from kvd.kvctl.plan_tables import console, print_ledger, print_matrix, print_rows, row_dict
 from kvd.kvctl.plan_trace import read_trace
 from kvd.plan import units
@@ -48,6 +49,8 @@ app = typer.Typer(
 def _parse_whole(text: str | int) -> int:
     """A whole number, also as 32_768; defaults come through here as they are."""
     try:
+        if isinstance(text, str) and not text.isascii():  # int() would take digits of any script
+            raise ValueError
         return int(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r}; allowed: a whole number, like 32768") from None
@@ -107,29 +110,6 @@ def _guarded(command: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
-def _bytes_per_token(config: Path | None, given: int | None, dtype: str) -> int:
-    """KV bytes of one token from exactly one of --config and --bytes-per-token."""
-    if given is not None and config is not None:
-        raise UsageError(
-            f"--config = {config} and --bytes-per-token = {given}: two answers to one question; allowed: one",
-            code="contradiction",
-        )  # fmt: skip
-    if given is not None:
-        return units.check_int("--bytes-per-token", given, 1, units.plan_bytes_max)
-    if config is None:
-        raise UsageError(
-            "bytes per token are not known; allowed: --config config.json, or --bytes-per-token N",
-            code="missing",
-        )
-    from kvd.layout.geometry import Geometry  # only this option needs it
-
-    if not config.is_file():
-        raise UsageError(
-            f"--config = {config}: no such file; allowed: a Hugging Face config.json", code="file"
-        )
-    return int(Geometry.from_hf_config(str(config), dtype=dtype).bytes_per_token)
-
-
 def _plots(path: Path | None) -> Any:
     """The drawing module, once the path is known to be fit; None if nothing is to be drawn."""
     if path is None:
@@ -160,6 +140,10 @@ def capacity(
         int | None, _whole(help="Hosts that may be lost at once. Default: 1 where there are several.")
     ] = None,
     chunk_tokens: Annotated[int, _whole(help="Tokens of a chunk.")] = 256,
+    snapshots: Annotated[
+        int | None,
+        _whole(help="Of a model with states: snapshots kept of each prefix. Default: one a whole chunk."),
+    ] = None,
     tp: TpOption = 1,
     groups: GroupsOption = 1,
     metadata: MetadataOption = f"{metadata_per_object_bytes_assumed}B",
@@ -171,55 +155,54 @@ def capacity(
 ) -> None:
     """Do the prefixes and their copies fit, how many objects are they, and what does the metadata cost?"""
     plots = _plots(plot)
-    per_token = _bytes_per_token(config, bytes_per_token, dtype)
+    model = model_of(config, bytes_per_token, dtype)
+    units.check_int("--chunk-tokens", chunk_tokens, 1, units.plan_count_max)
+    kept, shared = _snapshots(model.state_bytes, snapshots, prefix_tokens, shared_tokens, chunk_tokens)
     room = CapacityPlan(
         prefixes_count=prefixes,
         prefix_tokens=prefix_tokens,
-        bytes_per_token=per_token,
+        bytes_per_token=model.token_bytes,
         replicas_count=replicas,
         hosts_count=hosts,
         dram_per_host_bytes=units.parse_bytes(dram, "--dram"),
         usable_share=units.parse_share(usable, "--usable"),
         shared_tokens=shared_tokens,
         spare_hosts=min(1, max(0, hosts - 1)) if spare_hosts is None else spare_hosts,
+        state_bytes=model.state_bytes,
+        snapshots_count=kept,
+        shared_snapshots_count=shared,
     )
     count = ObjectsPlan(
         prefixes_count=prefixes,
         prefix_tokens=prefix_tokens,
-        bytes_per_token=per_token,
+        bytes_per_token=model.token_bytes,
         chunk_tokens=chunk_tokens,
         members_count=units.check_int("--tp", tp, 1, 4096) * units.check_int("--groups", groups, 1, 4096),
         metadata_per_object_bytes=units.parse_bytes(metadata, "--metadata"),
-        metadata_per_family_bytes=None if bench is None else _own_metadata_bytes(bench),
+        metadata_per_family_bytes=None if bench is None else own_metadata_bytes(bench),
         shared_tokens=shared_tokens,
+        state_bytes=model.state_bytes,
     )
     if plots is not None:
         plots.draw_capacity(room, count, plot)
     _report("capacity", {"Capacity": room, "Objects and metadata": count}, as_json)
 
 
-def _own_metadata_bytes(path: Path) -> int:
-    """`metadata_bytes_per_object` of a benchmark run, in which every family has one member."""
-    found = _read_json(path, "--bench")
-    value = found.get("metadata_bytes_per_object") if isinstance(found, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
-        raise UsageError(
-            f"--bench = {path}: metadata_bytes_per_object = {value!r}; allowed: the output of "
-            f"`kvctl bench local --json`, with a number of bytes there",
-            code="file",
-        )  # fmt: skip
-    return units.ceil_div(Fraction(value), 1)
-
-
-def _read_json(path: Path, option: str) -> object:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(
-            f"{option} = {path}: {error.strerror}; allowed: a readable file", code="file"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{option} = {path} is not JSON: {error}", code="file") from None
+def _snapshots(
+    state_bytes: int, given: int | None, prefix_tokens: int, shared_tokens: int, chunk_tokens: int
+) -> tuple[int, int]:
+    """Snapshots kept of a prefix, and how many of them all prefixes share."""
+    if not state_bytes:
+        if given is not None:
+            raise UsageError(
+                f"--snapshots = {given} without a model that keeps a state; allowed: with --config of one",
+                code="contradiction",
+            )  # fmt: skip
+        return 0, 0
+    most = prefix_tokens // chunk_tokens
+    if given is not None:
+        return units.check_int("--snapshots", given, 1, max(1, most)), 0
+    return most, shared_tokens // chunk_tokens
 
 
 @app.command()
@@ -331,11 +314,11 @@ def breakeven(
             "the rate of the load is not known; allowed: --bandwidth RATE, like 20GiB/s, or --measure",
             code="missing",
         )
-    per_token = None
+    model = None
     if config is not None or bytes_per_token is not None:
-        per_token = _bytes_per_token(config, bytes_per_token, dtype)
+        model = model_of(config, bytes_per_token, dtype)
     prefill = fit_prefill([_prefill_sample(text) for text in prefill_sample]) if prefill_sample else None
-    size_bytes = _load_bytes(size, prefix_tokens, per_token)
+    size_bytes = _load_bytes(size, prefix_tokens, model)
     if prefill_saved is not None:
         saved_ns = units.parse_duration_ns(prefill_saved, "--prefill-saved")
     elif prefill is not None and prefix_tokens is not None:
@@ -358,16 +341,17 @@ def breakeven(
     )
     ledgers: dict[str, Ledger] = {"Break-even": plan}
     length = None
-    if prefill is not None and per_token is not None:
+    if prefill is not None and model is not None:
         length = BreakEvenLength(
             cost=_load_cost(plan),
             prefill=prefill,
-            bytes_per_token=per_token,
+            bytes_per_token=model.token_bytes,
+            state_bytes=model.state_bytes,
             queue_delta_ns=max(0, plan.queue_reuse_ns - plan.queue_cold_ns),
         )
         ledgers["Break-even length"] = length
     if plots is not None:
-        plots.draw_breakeven(plan, length, per_token, plot)
+        plots.draw_breakeven(plan, length, model, plot)
     if rates is not None and not as_json:
         console().print(f"Measured now, one thread: {rates.said}.", soft_wrap=True, markup=False)
     _report("breakeven", ledgers, as_json, None if rates is None else {"measured": asdict(rates)})
@@ -417,16 +401,18 @@ def _prefill_sample(text: str) -> tuple[int, int]:
     return int(tokens), units.parse_duration_ns(time, "--prefill-sample")
 
 
-def _load_bytes(size: str | None, prefix_tokens: int | None, per_token: int | None) -> int:
+def _load_bytes(size: str | None, prefix_tokens: int | None, model: Model | None) -> int:
     """Bytes to load, from --bytes or from the tokens; both must agree if both are given."""
     given = None if size is None else units.parse_bytes(size, "--bytes")
     counted = None
     if prefix_tokens is not None:
         units.check_int("--prefix-tokens", prefix_tokens, 1, units.plan_count_max)
-        counted = None if per_token is None else prefix_tokens * per_token
+        counted = None if model is None else prefix_tokens * model.token_bytes + model.state_bytes
     if given is not None and counted is not None and given != counted:
+        state = f" and a state of {model.state_bytes} B" if model is not None and model.state_bytes else ""
+        each = 0 if model is None else model.token_bytes
         raise UsageError(
-            f"--bytes = {size} but {prefix_tokens} tokens × {per_token} B = {units.format_bytes(counted)}; "
+            f"--bytes = {size} but {prefix_tokens} tokens × {each} B{state} = {units.format_bytes(counted)}; "
             f"allowed: one of the two, or equal ones",
             code="contradiction",
         )  # fmt: skip
@@ -442,8 +428,8 @@ def _load_bytes(size: str | None, prefix_tokens: int | None, per_token: int | No
 
 def _load_cost(plan: BreakEvenPlan) -> LoadCost:
     """The costs of one load as rates, so that other lengths can be asked about."""
-    copy = None if plan.h2d_ns == 0 else max(1, plan.size_bytes * NS_PER_S // plan.h2d_ns)
-    return LoadCost(plan.lookup_ns, max(1, int(plan.bandwidth_bytes_per_s)), copy, plan.sync_ns)
+    copy = None if plan.h2d_ns == 0 else Fraction(plan.size_bytes * NS_PER_S, plan.h2d_ns)
+    return LoadCost(plan.lookup_ns, plan.bandwidth_bytes_per_s, copy, plan.sync_ns)
 
 
 @app.command()
@@ -543,7 +529,7 @@ def chunk(
     plots = _plots(plot)
     members = units.check_int("--tp", tp, 1, 4096) * units.check_int("--groups", groups, 1, 4096)
     setup = SweepSetup(
-        bytes_per_token=_bytes_per_token(config, bytes_per_token, dtype),
+        bytes_per_token=token_bytes_of(config, bytes_per_token, dtype, "the replay follows tokens only"),
         trace_block_tokens=trace_block,
         engine_block_tokens=engine_block,
         members_count=members,
@@ -555,7 +541,7 @@ def chunk(
             lease_per_chunk_ns=units.parse_duration_ns(lease_time, "--lease-time"),
             publish_per_object_ns=units.parse_duration_ns(publish_time, "--publish-time"),
             load_per_object_ns=units.parse_duration_ns(object_time, "--object-time"),
-            load_bytes_per_s=int(units.parse_bandwidth(bandwidth, "--bandwidth")),
+            load_bytes_per_s=units.parse_bandwidth(bandwidth, "--bandwidth"),
         ),
     )
     sizes = size or [64, 128, 256, 512, 1024, 2048, 4096]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.errors import UsageError
+from kvd.kvctl.plan_inputs import Model
 from kvd.plan import units
 from kvd.plan.breakeven import BreakEvenLength, BreakEvenPlan
 from kvd.plan.capacity import CapacityPlan
@@ -77,7 +78,8 @@ def _draw_objects(axis: Any, count: ObjectsPlan) -> None:
     fitting = [
         size
         for size in powers
-        if size <= count.prefix_tokens and size * count.bytes_per_token % count.members_count == 0
+        if size <= count.prefix_tokens
+        and (size * count.bytes_per_token + count.state_bytes) % count.members_count == 0
     ]
     sizes = sorted({*fitting, count.chunk_tokens})
     objects = [replace(count, chunk_tokens=size).objects_count for size in sizes]
@@ -133,13 +135,13 @@ def draw_network(plan: NetworkPlan, path: Path) -> None:
 
 
 def draw_breakeven(
-    plan: BreakEvenPlan, length: BreakEvenLength | None, bytes_per_token: int | None, path: Path
+    plan: BreakEvenPlan, length: BreakEvenLength | None, model: Model | None, path: Path
 ) -> None:
     """Cost of reuse against length, with the prefill saved: a curve if it was sampled, else the one point."""
     figure, (axis,) = _figure()
-    per_token = bytes_per_token or (length.bytes_per_token if length else None)
+    per_token, state_bytes = (model.token_bytes, model.state_bytes) if model else (None, 0)
     unit = per_token or units.MIB
-    here = plan.size_bytes / unit
+    here = max(plan.size_bytes - state_bytes, 1) / unit
     crossing = length.tokens if length else None
     last = 2 * max(here, crossing or 0)
     # With a curve of savings both scales are logarithmic, or a crossing far below the length asked about is lost.
@@ -149,8 +151,9 @@ def draw_breakeven(
     scaled_ns = plan.load_ns + plan.h2d_ns
     fixed_ns = plan.cost_ns - scaled_ns
     axis.plot(
-        grid, [(fixed_ns + scaled_ns * x / here) / 1e6 for x in grid], color=ORANGE, label="cost of reuse"
-    )
+        grid, [(fixed_ns + scaled_ns * (x * unit + state_bytes) / plan.size_bytes) / 1e6 for x in grid],
+        color=ORANGE, label="cost of reuse",
+    )  # fmt: skip
     if length is not None:
         axis.plot(
             grid, [length.saved_ns(round(x)) / 1e6 for x in grid], color=BLUE, label="prefill saved (fitted)"

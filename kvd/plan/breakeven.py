@@ -19,7 +19,15 @@ from fractions import Fraction
 from kvd.errors import UsageError
 from kvd.plan import units
 from kvd.plan.ledger import Answer, Step
-from kvd.plan.units import check_int, check_positive, format_bandwidth, format_bytes, format_ns, format_number
+from kvd.plan.units import (
+    Number,
+    check_int,
+    check_positive,
+    format_bandwidth,
+    format_bytes,
+    format_ns,
+    format_number,
+)
 
 NS_PER_S = 1_000_000_000
 
@@ -31,12 +39,12 @@ def reuse_gain_ns(
     return prefill_saved_ns - lookup_ns - load_critical_ns - (queue_reuse_ns - queue_cold_ns)
 
 
-def transfer_ns(size_bytes: int, bytes_per_s: int) -> int:
+def transfer_ns(size_bytes: int, bytes_per_s: Number) -> int:
     """Time to move `size_bytes`, rounded up. Raises UsageError for a negative size or a rate not above 0."""
     if size_bytes < 0 or bytes_per_s <= 0:
         raise UsageError(
             f"transfer of {size_bytes} B at {bytes_per_s} B/s; allowed: a size of 0 or more, a rate above 0",
-            code="range", size_bytes=size_bytes, bytes_per_s=bytes_per_s,
+            code="range", size_bytes=size_bytes, bytes_per_s=str(bytes_per_s),
         )  # fmt: skip
     return -(-size_bytes * NS_PER_S // bytes_per_s)
 
@@ -49,8 +57,8 @@ class LoadCost:
     """
 
     lookup_ns: int
-    load_bytes_per_s: int | None
-    h2d_bytes_per_s: int | None
+    load_bytes_per_s: Number | None
+    h2d_bytes_per_s: Number | None
     sync_ns: int
 
     def __post_init__(self) -> None:
@@ -58,7 +66,7 @@ class LoadCost:
         check_int("sync", self.sync_ns, 0, units.plan_duration_ns_max)
         for name, rate in (("load rate", self.load_bytes_per_s), ("copy rate", self.h2d_bytes_per_s)):
             if rate is not None:
-                check_int(name, rate, 1, units.plan_bandwidth_bytes_per_s_max)
+                check_positive(name, rate, units.plan_bandwidth_bytes_per_s_max)
 
     def critical_ns(self, size_bytes: int) -> int:
         """Load and copy one after the other, and the synchronisation; without the lookup."""
@@ -132,9 +140,14 @@ def load_gain_ns(
 
 
 def break_even_tokens(
-    cost: LoadCost, prefill: PrefillCost, bytes_per_token: int, tokens_max: int, queue_delta_ns: int = 0
+    cost: LoadCost,
+    prefill: PrefillCost,
+    bytes_per_token: int,
+    tokens_max: int,
+    queue_delta_ns: int = 0,
+    state_bytes: int = 0,
 ) -> int | None:
-    """The shortest prefix worth loading, or None if none up to `tokens_max` is.
+    """The shortest prefix worth loading, or None if none up to `tokens_max` is. `state_bytes` come with any length.
 
     The gain is a convex function of the length that starts at or below 0 (with `queue_delta_ns` >= 0), so it
     crosses 0 once and bisection finds the crossing. Raises UsageError for a negative delay or sizes.
@@ -142,9 +155,10 @@ def break_even_tokens(
     check_int("bytes per token", bytes_per_token, 1, units.plan_bytes_max)
     check_int("tokens", tokens_max, 1, units.plan_count_max)
     check_int("extra queueing of reuse", queue_delta_ns, 0, units.plan_duration_ns_max)
+    check_int("bytes of a state", state_bytes, 0, units.plan_bytes_max)
 
     def pays(tokens: int) -> bool:
-        size = tokens * bytes_per_token
+        size = tokens * bytes_per_token + state_bytes
         return load_gain_ns(cost, prefill, tokens + 1, tokens, size, queue_delta_ns) > 0
 
     if not pays(tokens_max):
@@ -351,19 +365,27 @@ class BreakEvenLength:
     bytes_per_token: int
     tokens_max: int = 1 << 20
     queue_delta_ns: int = 0
+    state_bytes: int = 0
 
     @property
     def tokens(self) -> int | None:
         """The shortest prefix worth loading, None if none up to `tokens_max` is."""
         return break_even_tokens(
-            self.cost, self.prefill, self.bytes_per_token, self.tokens_max, self.queue_delta_ns
+            self.cost,
+            self.prefill,
+            self.bytes_per_token,
+            self.tokens_max,
+            self.queue_delta_ns,
+            self.state_bytes,
         )
+
+    def size_bytes(self, tokens: int) -> int:
+        """What a prefix of `tokens` has to load."""
+        return tokens * self.bytes_per_token + self.state_bytes
 
     def cost_ns(self, tokens: int) -> int:
         """Lookup, load, copy, sync and the extra queueing for a prefix of `tokens`."""
-        return (
-            self.cost.lookup_ns + self.cost.critical_ns(tokens * self.bytes_per_token) + self.queue_delta_ns
-        )
+        return self.cost.lookup_ns + self.cost.critical_ns(self.size_bytes(tokens)) + self.queue_delta_ns
 
     def saved_ns(self, tokens: int) -> int:
         """Prefill saved by a prefix of `tokens` before a suffix of one token."""
@@ -378,7 +400,7 @@ class BreakEvenLength:
     def steps(self) -> tuple[Step, ...]:
         """The arithmetic, in order."""
         shown = self.tokens or self.tokens_max
-        size = shown * self.bytes_per_token
+        state = f" + a state of {format_bytes(self.state_bytes)}" if self.state_bytes else ""
         model = self.prefill
         linear = format_ns(Fraction(model.linear_ps_per_token, 1_000))
         pair = format_ns(Fraction(model.quadratic_fs_per_pair, 1_000_000))
@@ -386,7 +408,8 @@ class BreakEvenLength:
         rows = [
             Step("prefix", "the shortest that pays" if self.tokens else "none pays; the longest looked at",
                  shown, "tokens"),
-            Step("its bytes", f"{format_number(shown)} × {format_number(self.bytes_per_token)} B", size, "B"),
+            Step("its bytes", f"{format_number(shown)} × {format_number(self.bytes_per_token)} B{state}",
+                 self.size_bytes(shown), "B"),
             Step("cost of reuse", "lookup + load + copy to GPU + sync + extra queueing", self.cost_ns(shown), "ns"),
             Step("prefill saved", text, self.saved_ns(shown), "ns"),
         ]  # fmt: skip
@@ -399,7 +422,8 @@ class BreakEvenLength:
         return (
             f"prefill grows linearly with the new tokens and with the pairs that attend, plus {fixed} that are not "
             f"saved; fitted to the samples given",
-            "load and copy run at the same rates at every length",
+            "load and copy run at the same rates at every length, and nothing of them is hidden behind compute",
+            "reuse waits as long for its turn as computing does, or longer: if it waits less, shorter prefixes pay too",
         )
 
     @property

@@ -29,7 +29,9 @@ class CapacityPlan:
 
     `shared_tokens` are leading tokens common to all prefixes, stored once. `usable_share` is the part of a
     host's memory that holds payload. `spare_hosts` may be lost at once and their copies made again on the
-    others. Raises UsageError: a value out of range, more copies than hosts, more shared tokens than a
+    others. A model with recurrent layers also keeps `snapshots_count` states of `state_bytes` of each
+    prefix, the first `shared_snapshots_count` of which all prefixes have in common. Raises UsageError: a
+    value out of range, more copies than hosts, more shared tokens than a
     prefix has, no host left after `spare_hosts` are lost.
     """
 
@@ -42,6 +44,9 @@ class CapacityPlan:
     usable_share: Fraction
     shared_tokens: int = 0
     spare_hosts: int = 1
+    state_bytes: int = 0
+    snapshots_count: int = 0
+    shared_snapshots_count: int = 0
 
     def __post_init__(self) -> None:
         check_int("prefixes", self.prefixes_count, 1, units.plan_count_max)
@@ -53,6 +58,9 @@ class CapacityPlan:
         check_int("shared tokens", self.shared_tokens, 0, units.plan_count_max)
         check_int("spare hosts", self.spare_hosts, 0, units.plan_count_max)
         check_positive("usable share", self.usable_share, 1)
+        check_int("bytes of a state", self.state_bytes, 0, units.plan_bytes_max)
+        check_int("snapshots", self.snapshots_count, 0, self.prefix_tokens)
+        check_int("shared snapshots", self.shared_snapshots_count, 0, self.snapshots_count)
         if self.replicas_count > self.hosts_count:
             raise UsageError(
                 f"replicas = {self.replicas_count} with hosts = {self.hosts_count}: copies on one host are "
@@ -75,14 +83,16 @@ class CapacityPlan:
 
     @property
     def prefix_bytes(self) -> int:
-        """KV of one prefix."""
-        return self.prefix_tokens * self.bytes_per_token
+        """KV of one prefix, its states included."""
+        return self.prefix_tokens * self.bytes_per_token + self.snapshots_count * self.state_bytes
 
     @property
     def unique_bytes(self) -> int:
         """One copy of everything."""
         own_tokens = self.prefixes_count * (self.prefix_tokens - self.shared_tokens)
-        return (own_tokens + self.shared_tokens) * self.bytes_per_token
+        own_states = self.prefixes_count * (self.snapshots_count - self.shared_snapshots_count)
+        states = own_states + self.shared_snapshots_count
+        return (own_tokens + self.shared_tokens) * self.bytes_per_token + states * self.state_bytes
 
     @property
     def demand_bytes(self) -> int:
@@ -151,8 +161,15 @@ class CapacityPlan:
             if self.shared_tokens
             else f"{prefixes} prefixes × {format_bytes(self.prefix_bytes)}"
         )
+        states = ""
+        if self.snapshots_count:
+            kept, size = format_number(self.snapshots_count), format_bytes(self.state_bytes)
+            states = f" + {kept} states × {size}"
+            if self.shared_tokens:
+                common = format_number(self.shared_snapshots_count)
+                unique += f" + ({prefixes} × ({kept} - {common}) + {common}) states × {size}"
         rows: list[tuple[str, str, int | Fraction, str]] = [
-            ("one prefix", f"{tokens} tokens × {token} B", self.prefix_bytes, "B"),
+            ("one prefix", f"{tokens} tokens × {token} B{states}", self.prefix_bytes, "B"),
             ("unique KV", unique, self.unique_bytes, "B"),
             ("with copies", f"{format_bytes(self.unique_bytes)} × {self.replicas_count:,}",
              self.demand_bytes, "B"),
@@ -177,9 +194,14 @@ class CapacityPlan:
             if self.shared_tokens
             else "no two prefixes begin alike (--shared-tokens says how much they have in common)"
         )
+        states = (
+            f"{counted(self.snapshots_count, 'snapshot')} of the recurrent layers' state are kept of each prefix "
+            "(--snapshots says how many)",
+        )
         return (
             "unique prefixes are counted, not requests",
             shared,
+            *(states if self.snapshots_count else ()),
             f"{format_share(self.usable_share)} of a host's memory holds payload; the rest is left to "
             "metadata, rounding to slots, quarantine and everything else on the host",
             f"{counted(self.replicas_count, 'copy', 'copies')} of everything, spread evenly over the hosts, "

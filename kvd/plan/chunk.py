@@ -20,7 +20,16 @@ from kvd.errors import UsageError
 from kvd.plan import units
 from kvd.plan.breakeven import transfer_ns
 from kvd.plan.ledger import Answer, Step
-from kvd.plan.units import check_int, counted, format_bytes, format_ns, format_number, format_share
+from kvd.plan.units import (
+    Number,
+    check_int,
+    check_positive,
+    counted,
+    format_bytes,
+    format_ns,
+    format_number,
+    format_share,
+)
 
 window_ms = 10_000
 sweep_sizes_max = 64
@@ -132,12 +141,12 @@ class SweepCosts:
     lease_per_chunk_ns: int = 94
     publish_per_object_ns: int = 4_000
     load_per_object_ns: int = 10_000
-    load_bytes_per_s: int = 20 * units.GIB
+    load_bytes_per_s: Number = 20 * units.GIB
 
     def __post_init__(self) -> None:
         for name in ("match_per_chunk", "lease_per_chunk", "publish_per_object", "load_per_object"):
             check_int(name.replace("_", " "), getattr(self, f"{name}_ns"), 0, units.plan_duration_ns_max)
-        check_int("load rate", self.load_bytes_per_s, 1, units.plan_bandwidth_bytes_per_s_max)
+        check_positive("load rate", self.load_bytes_per_s, units.plan_bandwidth_bytes_per_s_max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,8 @@ class ObjectsPlan:
 
     `members_count` is groups × shards of a chunk. `metadata_per_family_bytes` is kvd's own measured figure
     (all memory beyond payload ÷ families); None when it has not been measured, and then no figure of kvd's
-    is shown. `shared_tokens` are leading tokens common to all prefixes. Raises UsageError: a
+    is shown. `shared_tokens` are leading tokens common to all prefixes. `state_bytes` come with each chunk of a model
+    with recurrent layers that has a snapshot at its end. Raises UsageError: a
     value out of range, a chunk longer than the prefix, a chunk whose bytes are not a whole number of members.
     """
 
@@ -35,6 +36,7 @@ class ObjectsPlan:
     metadata_per_object_bytes: int = metadata_per_object_bytes_assumed
     metadata_per_family_bytes: int | None = None
     shared_tokens: int = 0
+    state_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_int("prefixes", self.prefixes_count, 1, units.plan_count_max)
@@ -46,6 +48,7 @@ class ObjectsPlan:
         if self.metadata_per_family_bytes is not None:
             check_int("metadata per family", self.metadata_per_family_bytes, 0, units.plan_bytes_max)
         check_int("shared tokens", self.shared_tokens, 0, self.prefix_tokens)
+        check_int("bytes of a state", self.state_bytes, 0, units.plan_bytes_max)
         if self.chunk_tokens > self.prefix_tokens:
             raise UsageError(
                 f"chunk tokens = {self.chunk_tokens} is more than a prefix of {self.prefix_tokens} tokens "
@@ -62,7 +65,7 @@ class ObjectsPlan:
     @property
     def chunk_bytes(self) -> int:
         """All members of one chunk."""
-        return self.chunk_tokens * self.bytes_per_token
+        return self.chunk_tokens * self.bytes_per_token + self.state_bytes
 
     @property
     def object_bytes(self) -> int:
@@ -125,9 +128,10 @@ class ObjectsPlan:
         own_chunks, shared = self.own_chunks_count, self.shared_chunks_count
         families, objects = format_number(self.families_count), format_number(self.objects_count)
         own = self.own_metadata_bytes
+        state = f" + a state of {format_bytes(self.state_bytes)}" if self.state_bytes else ""
         rows = [
             Step("one chunk", f"{format_number(self.chunk_tokens)} tokens × "
-                 f"{format_number(self.bytes_per_token)} B", self.chunk_bytes, "B"),
+                 f"{format_number(self.bytes_per_token)} B{state}", self.chunk_bytes, "B"),
             Step("one object", f"{format_bytes(self.chunk_bytes)} ÷ {counted(self.members_count, 'member')}",
                  self.object_bytes, "B"),
             Step("chunks of a prefix", f"{format_number(self.prefix_tokens)} ÷ "

@@ -53,6 +53,52 @@ def test_capacity_takes_the_bytes_of_a_token_from_a_config(tmp_path: Path) -> No
     assert answers(line, "Capacity")["unique_bytes"] == 32 << 40
 
 
+HYBRID = {
+    "model_type": "jamba", "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "hidden_size": 256, "attn_layer_period": 8, "attn_layer_offset": 4, "mamba_expand": 2, "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+}  # fmt: skip
+# One attention layer: 2 x 2 heads x 32 x 2 B. Seven Mamba layers: 512 channels x (16 x 4 B + 4 columns x 2 B).
+TOKEN_BYTES, STATE_BYTES = 256, 7 * 512 * (16 * 4 + 4 * 2)
+
+
+@pytest.fixture
+def hybrid(tmp_path: Path) -> Path:
+    config = tmp_path / "hybrid.json"
+    config.write_text(json.dumps(HYBRID))
+    return config
+
+
+def test_the_states_of_a_hybrid_are_counted(hybrid: Path) -> None:
+    """Fails if only what grows with the tokens is counted: a snapshot weighs as much as a thousand tokens here."""
+    line = f"capacity --prefixes 100 --prefix-tokens 8192 --hosts 4 --dram 1GiB --config {hybrid}"
+    assert answers(line, "Capacity")["unique_bytes"] == 100 * (8192 * TOKEN_BYTES + 32 * STATE_BYTES)
+    chunk = answers(line, "Objects and metadata")["chunk_bytes"]
+    assert chunk == 256 * TOKEN_BYTES + STATE_BYTES
+    two = answers(f"{line} --snapshots 2", "Capacity")
+    assert two["unique_bytes"] == 100 * (8192 * TOKEN_BYTES + 2 * STATE_BYTES)
+    shared = answers(f"{line} --shared-tokens 1000", "Capacity")
+    own = 99 * (7192 * TOKEN_BYTES + 29 * STATE_BYTES)
+    assert shared["unique_bytes"] == own + 8192 * TOKEN_BYTES + 32 * STATE_BYTES
+    result = run(line)
+    assert "8,192 tokens × 256 B + 32 states × 252 KiB" in " ".join(result.stdout.split())
+    assert "32 snapshots of the recurrent layers' state are kept" in result.stdout
+    load = f"breakeven --bandwidth 1GiB/s --prefix-tokens 8192 --config {hybrid} {SAMPLES}"
+    assert answers(load, "Break-even")["load_ns"] == -(-(8192 * TOKEN_BYTES + STATE_BYTES) * 10**9 // 2**30)
+    alone = load.replace(f"--config {hybrid}", f"--bytes-per-token {TOKEN_BYTES}")
+    length = "Break-even length"
+    assert answers(load, length)["break_even_tokens"] > answers(alone, length)["break_even_tokens"]
+
+
+def test_slow_links_are_not_made_faster() -> None:
+    """Fails if a rate becomes a whole number of bytes a second on the way into the break-even length."""
+    line = f"breakeven --bandwidth 12bit/s --prefix-tokens 1024 --bytes-per-token 3 {SAMPLES}"
+    steps = json.loads(run(line, "--json").stdout)["ledgers"]["Break-even length"]["steps"]
+    shown = {step["label"]: step["value"] for step in steps}
+    assert shown["prefix"] == 1 << 20
+    assert shown["cost of reuse"] == (3 << 20) * 8 * 10**9 // 12
+
+
 def test_own_metadata_comes_from_a_benchmark(tmp_path: Path) -> None:
     bench = tmp_path / "bench.json"
     bench.write_text('{"metadata_bytes_per_object": 399.5}')
@@ -176,6 +222,10 @@ def test_plots_are_pictures(line: str, tmp_path: Path, trace: Path) -> None:
         (CAPACITY.replace("--bytes-per-token 131072", ""), "bytes per token are not known"),
         (f"{CAPACITY} --config x.json", "two answers to one question"),
         (CAPACITY.replace("--bytes-per-token 131072", "--config /no/such.json"), "no such file"),
+        (CAPACITY.replace("--bytes-per-token 131072", f"--config /{'x' * 5000}"), "no such file"),
+        (f"{CAPACITY} --bench /dev/zero", "--bench = /dev/zero: no such file"),
+        (f"{CAPACITY} --snapshots 2", "--snapshots = 2 without a model that keeps a state"),
+        (CAPACITY.replace("32768", "\u0663"), "allowed: a whole number"),
         (f"{CAPACITY} --replicas 200", "replicas = 200 with hosts = 128"),
         (f"{CAPACITY} --tp 0", "--tp = 0 is below 1"),
         (f"{CAPACITY} --plot plan.pdf", "allowed: a file name that ends in .png"),
@@ -204,6 +254,27 @@ def test_refusals(line: str, says: str) -> None:
     assert says in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+def test_states_that_a_plan_cannot_count_are_refused(hybrid: Path) -> None:
+    line = "capacity --prefixes 1 --prefix-tokens 512 --hosts 1 --dram 1GiB"
+    for more, says in (
+        (f"{line} --config {hybrid} --snapshots 3", "--snapshots = 3 is above 2"),
+        (f"{line} --config {hybrid} --snapshots 0", "--snapshots = 0 is below 1"),
+        (f"chunk --trace /no/such.jsonl --config {hybrid}", "a state of 252 KiB, and the replay follows tokens only"),
+    ):  # fmt: skip
+        result = run(more)
+        assert (result.exit_code, says in " ".join(result.stderr.split())) == (2, True), result.stderr
+    only = {
+        "model_type": "mamba",
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "state_size": 4,
+        "conv_kernel": 4,
+    }
+    hybrid.write_text(json.dumps(only))
+    result = run(f"{line} --config {hybrid}")
+    assert (result.exit_code, "keeps no bytes per token, only a state" in result.stderr) == (2, True)
 
 
 def test_refusals_in_json_are_json() -> None:
