@@ -63,9 +63,10 @@ class Split:
         for name, value, most in (("tp", self.tp, TP_MAX), ("pp", self.pp, PP_MAX)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise self._refused(name, value, f"1 … {most}")
-        if self.cp not in CP_ALLOWED:
+        if isinstance(self.cp, bool) or not isinstance(self.cp, int) or self.cp not in CP_ALLOWED:
             raise self._refused("cp", self.cp, ", ".join(map(str, CP_ALLOWED)))
-        if self.cp_interleave_tokens not in CP_INTERLEAVES:
+        dealt = self.cp_interleave_tokens
+        if isinstance(dealt, bool) or not isinstance(dealt, int) or dealt not in CP_INTERLEAVES:
             allowed = ", ".join(map(str, CP_INTERLEAVES))
             raise self._refused(
                 "cp_interleave_tokens", self.cp_interleave_tokens, f"{allowed} (0: contiguous)"
