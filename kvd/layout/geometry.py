@@ -33,6 +33,7 @@ LAYERS_MAX: Final = 4096
 HEADS_MAX: Final = 0xFFFF  # a member record holds 16 bits of a head range
 DIM_MAX: Final = 1 << 24
 WINDOW_MAX: Final = 1 << 30
+TOKENS_MAX: Final = 1 << 62
 
 
 class Rule(StrEnum):
@@ -208,6 +209,15 @@ class Group:
     def state_bytes(self) -> int:
         """Bytes of one snapshot of all layers; 0 for what is kept per token."""
         return self.layer_bytes * len(self.layers) if self.rule is Rule.STATE else 0
+
+    def check_block(self, block_tokens: int) -> None:
+        """Raise UsageError(geometry) for a window that is smaller than a block of the engine."""
+        if self.windowed and self.window < block_tokens:
+            raise UsageError(
+                f"the window of {self.window} tokens is smaller than the engine's block of {block_tokens}; use a "
+                "smaller block",
+                code="geometry", field="window",
+            )  # fmt: skip
 
     def kept_tokens(self, tokens: int) -> int:
         """Tokens that the rule still needs after `tokens` of a sequence, to go on with the next one."""
@@ -389,13 +399,13 @@ class Geometry:
 
     def stored_bytes(self, tokens: int, *, snapshots: int = 1) -> int:
         """Bytes of all objects of `tokens` tokens of one prefix, with that many state snapshots."""
-        count("tokens", tokens, 1 << 62, least=0)
-        count("snapshots", snapshots, 1 << 62, least=0)
+        count("tokens", tokens, TOKENS_MAX, least=0)
+        count("snapshots", snapshots, TOKENS_MAX, least=0)
         return self.bytes_per_token * tokens + self.state_bytes * snapshots
 
     def resident_bytes(self, tokens: int) -> int:
         """Bytes an engine must hold to go on after `tokens` tokens: windows cut to what they still see."""
-        count("tokens", tokens, 1 << 62, least=0)
+        count("tokens", tokens, TOKENS_MAX, least=0)
         kept = sum(group.bytes_per_token * group.kept_tokens(tokens) for group in self.groups)
         return kept + self.state_bytes
 
@@ -423,12 +433,7 @@ class Geometry:
         check_chunk_tokens(chunk_tokens, block_tokens=block_tokens)
         if block_tokens:
             for group in self.groups:
-                if group.windowed and group.window < block_tokens:
-                    raise UsageError(
-                        f"the window of {group.window} tokens is smaller than the engine's block of "
-                        f"{block_tokens}; use a smaller block",
-                        code="geometry", field="window",
-                    )  # fmt: skip
+                group.check_block(block_tokens)
         chosen = split if split is not None else shards.Split(tp=tp, pp=pp, cp=cp)
         if not isinstance(chosen, shards.Split):
             raise UsageError(f"split is {split!r}; allowed: a kvd.Split", code="split", field="split")
@@ -439,7 +444,7 @@ class Geometry:
 
 def tail_waste_tokens(tokens: int, block_tokens: int) -> int:
     """Token slots of the last block that a sequence leaves empty: ceil(S / b) x b - S."""
-    count("tokens", tokens, 1 << 62, least=0)
+    count("tokens", tokens, TOKENS_MAX, least=0)
     return -tokens % count("block_tokens", block_tokens, limits.chunk_tokens_max)
 
 

@@ -146,8 +146,10 @@ class Manifest:
         _refuse_missing(given)
         fields: dict[str, object] = {**given, "format_version": format_version, "extra": extra or {}}
         _check(fields)
+        encoded = _MAGIC + encoding.encode(
+            fields, where="manifest"
+        )  # first: freezing takes only what has an encoding
         frozen = {name: encoding.freeze(value) for name, value in fields.items()}
-        encoded = _MAGIC + encoding.encode(frozen, where="manifest")
         if len(encoded) > limits.manifest_bytes_max:
             raise _bad(
                 "manifest",

@@ -428,11 +428,7 @@ def plan(layout: PagedLayout, group: Group, part: Part) -> PagedPlan:
             f"{layout.block_tokens} tokens; choose a chunk size that is",
             code="chunk", block_tokens=layout.block_tokens,
         )  # fmt: skip
-    if group.windowed and group.window < layout.block_tokens:
-        raise UsageError(
-            f"the window of {group.window} tokens is smaller than the engine's block of {layout.block_tokens}",
-            code="geometry", field="window",
-        )  # fmt: skip
+    group.check_block(layout.block_tokens)
     (band,) = band_layouts(group, part)
     layers = (
         max(part.layers[0], layout.first_layer),

@@ -63,14 +63,12 @@ class Split:
         for name, value, most in (("tp", self.tp, TP_MAX), ("pp", self.pp, PP_MAX)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise self._refused(name, value, f"1 … {most}")
-        if isinstance(self.cp, bool) or not isinstance(self.cp, int) or self.cp not in CP_ALLOWED:
+        if isinstance(self.cp, bool | float) or self.cp not in CP_ALLOWED:  # 1.0 and True equal 1
             raise self._refused("cp", self.cp, ", ".join(map(str, CP_ALLOWED)))
-        dealt = self.cp_interleave_tokens
-        if isinstance(dealt, bool) or not isinstance(dealt, int) or dealt not in CP_INTERLEAVES:
+        interleave = self.cp_interleave_tokens
+        if isinstance(interleave, bool | float) or interleave not in CP_INTERLEAVES:
             allowed = ", ".join(map(str, CP_INTERLEAVES))
-            raise self._refused(
-                "cp_interleave_tokens", self.cp_interleave_tokens, f"{allowed} (0: contiguous)"
-            )
+            raise self._refused("cp_interleave_tokens", interleave, f"{allowed} (0: contiguous)")
         if self.pp_rule not in PP_RULES:
             raise self._refused("pp_rule", self.pp_rule, ", ".join(PP_RULES))
         if self.cp == 1 and self.cp_interleave_tokens:

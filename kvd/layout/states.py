@@ -7,9 +7,9 @@ sequence. The plan has the same form as that of a paged layout, with one block, 
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Final
 
 from kvd.errors import CompatibilityError, UsageError
@@ -110,34 +110,31 @@ class StateLayout:
     def verify(
         self, shape: Sequence[int], strides_bytes: Sequence[int], dtype: str, *, tensor: int = 0
     ) -> None:
-        """Refuse a tensor that is not what this layout describes; `tensor` counts from 0 within a layer.
+        """Refuse a tensor that is not [slots, …], dense, with the bytes and the type of its planes in each slot.
 
-        It is dense. Its first axis are the slots, the others make the bytes of one; or it is raw bytes ("uint8") of any
-        shape, as it must be where planes of several types lie in one tensor. Raises CompatibilityError(paged).
+        `tensor` is its number within a layer, `dtype` as torch names it. A tensor of raw bytes ("uint8") may hold any
+        planes; planes of different types in one tensor can only be verified so. Raises CompatibilityError(paged).
         """
-        dense = dtype_bits(dtype) // 8
-        size_bytes = math.prod(shape) * dense
-        for axis, extent, stride in reversed(list(zip(range(len(shape)), shape, strides_bytes, strict=True))):
-            if extent > 1 and stride != dense:
-                raise self._mismatch(f"stride of axis {axis} in bytes", stride, f"{dense}, without gaps")
-            dense *= extent
-        types = sorted({plane.dtype for plane in self.planes if plane.name in self.tensors[tensor]})
-        if dtype == "uint8" and types != ["uint8"]:
-            if size_bytes < self.slots * self.slot_bytes(tensor):
-                raise self._mismatch("size in bytes", size_bytes, self.slots * self.slot_bytes(tensor))
-            return
-        if types != [dtype]:
-            raise self._mismatch("element type", dtype, " and ".join(types))
-        found = (shape[0] if shape else 0, size_bytes)
-        if found != (self.slots, self.slots * self.slot_bytes(tensor)):
-            described = f"{self.slots} slots of {self.slot_bytes(tensor)} B on the first axis"
-            raise self._mismatch("shape", tuple(shape), described)
+        kinds = {plane.dtype for plane in self.planes if plane.name in self.tensors[tensor]}
+        if dtype != "uint8" and kinds != {dtype}:
+            raise self._mismatch(tensor, "element type", dtype, " and ".join(sorted(kinds)))
+        element = dtype_bits(dtype) // 8
+        size_bytes = self.slots * self.slot_bytes(tensor)
+        if not shape or shape[0] != self.slots or prod(shape) * element != size_bytes:
+            held = f"{self.slots} slots of {self.slot_bytes(tensor)} B"
+            raise self._mismatch(tensor, "shape", f"{tuple(shape)} of {dtype}", held)
+        expected = element
+        for axis in reversed(range(len(shape))):
+            if shape[axis] > 1 and strides_bytes[axis] != expected:
+                raise self._mismatch(
+                    tensor, f"stride of axis {axis} in bytes", strides_bytes[axis], f"{expected}, dense"
+                )
+            expected *= shape[axis]
 
-    @staticmethod
-    def _mismatch(what: str, found: object, described: object) -> CompatibilityError:
+    def _mismatch(self, tensor: int, what: str, found: object, described: object) -> CompatibilityError:
         return CompatibilityError(
-            f"the tensor does not match its state layout: {what} is {found}, described as {described}; "
-            "describe the layout the engine really has, or give a dense copy",
+            f"the tensor of {', '.join(self.tensors[tensor])} does not match its state layout: {what} is {found}, "
+            f"described as {described}; describe the layout the engine really has",
             code="paged", found=str(found), described=str(described),
         )  # fmt: skip
 

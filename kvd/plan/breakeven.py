@@ -422,8 +422,9 @@ class BreakEvenLength:
         return (
             f"prefill grows linearly with the new tokens and with the pairs that attend, plus {fixed} that are not "
             f"saved; fitted to the samples given",
-            "load and copy run at the same rates at every length, and nothing of them is hidden behind compute",
-            "reuse waits as long for its turn as computing does, or longer: if it waits less, shorter prefixes pay too",
+            "load and copy run at the same rates at every length",
+            "nothing of them overlaps with compute, and a queue that reuse avoids is not counted: with either, the "
+            "length is no longer than this",
         )
 
     @property

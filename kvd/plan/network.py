@@ -146,8 +146,8 @@ class NetworkPlan:
 
     def _check_hosts(self) -> None:
         if self.hosts_count is None:
-            for name, value in (("local share", self.local_share), ("hot share", self.hot_share)):
-                if value:
+            for name, value in (("local share", self.local_share or None), ("hot share", self.hot_share)):
+                if value is not None:
                     raise UsageError(
                         f"{name} = {format_share(value)} without a number of hosts: it says how reads spread "
                         f"over hosts; allowed: together with hosts",

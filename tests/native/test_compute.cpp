@@ -260,23 +260,59 @@ void test_paged_against_reference() {
   }
 }
 
-// Large enough for the streaming form, which the rounds above rarely reach.
+// One of two shapes, in no order of blocks: a run a block, or four runs a block of which the inner two change places.
+kvd::PagedPlan streamed_plan(std::uint64_t run_bytes, std::uint64_t blocks, bool with_dims) {
+  const std::uint64_t heads = with_dims ? 4 : 1;
+  kvd::PagedRun run{0, run_bytes, 0, 0, heads * run_bytes, heads * run_bytes, {}};
+  if (with_dims) run.dims = {{2, 2 * run_bytes, run_bytes}, {2, run_bytes, 2 * run_bytes}};
+  return {blocks * heads * run_bytes, blocks, blocks, {run}};
+}
+
+// Enough bytes for stores past the cache, which the rounds above rarely reach. Where each side starts in a cache line
+// decides which way a run takes: whole lines, parts of lines, through the cache. Guards stand close on both sides.
+void test_paged_streams(std::uint64_t run_bytes, std::size_t paged_start, std::size_t object_start, bool with_dims) {
+  std::mt19937_64 random(seed + run_bytes);
+  const std::uint64_t block_bytes = run_bytes * (with_dims ? 4 : 1);
+  const std::uint64_t blocks = kvd::stream_bytes_min / block_bytes + 3;
+  const kvd::PagedPlan plan = streamed_plan(run_bytes, blocks, with_dims);
+  const std::size_t size = blocks * block_bytes;
+  std::vector<std::uint32_t> ids(blocks);
+  for (std::uint32_t i = 0; i < ids.size(); ++i) ids[i] = i;
+  std::shuffle(ids.begin(), ids.end(), random);
+  const Bytes source = random_bytes(random, size);
+  Bytes expected(size);
+  for (std::uint64_t b = 0; b < blocks; ++b) {
+    for (std::uint64_t head = 0; head < block_bytes / run_bytes; ++head) {
+      const std::uint64_t from = with_dims ? (head % 2) * 2 + head / 2 : head;
+      std::memcpy(&expected[b * block_bytes + head * run_bytes], &source[ids[b] * block_bytes + from * run_bytes],
+                  run_bytes);
+    }
+  }
+  constexpr std::size_t line = 64;
+  const auto start_in = [](Bytes& memory, std::size_t start) {
+    const std::size_t to_line = (line - reinterpret_cast<std::uintptr_t>(memory.data()) % line) % line;
+    return memory.data() + line + to_line + start;
+  };
+  Bytes paged_memory(size + 4 * line, guard), object_memory(size + 4 * line, guard);
+  std::uint8_t *paged = start_in(paged_memory, paged_start), *object = start_in(object_memory, object_start);
+  std::memcpy(paged, source.data(), size);
+  kvd::paged_copy(plan, kvd::PagedDirection::gather, &object, 1, &paged, ids.data());
+  CHECK(only_changed(object_memory, static_cast<std::size_t>(object - object_memory.data()), size, expected.data()));
+  std::memset(paged, 0, size);
+  kvd::paged_copy(plan, kvd::PagedDirection::scatter, &object, 1, &paged, ids.data());
+  CHECK(only_changed(paged_memory, static_cast<std::size_t>(paged - paged_memory.data()), size, source.data()));
+}
+
 void test_paged_streams() {
-  std::mt19937_64 random(seed + 5);
-  for (const std::uint64_t run_bytes : {64, 128, 192, 256, 320, 512, 1000, 1024, 2048, 32768 + 8}) {
-    const std::uint64_t blocks = 64, heads = 4;
-    kvd::PagedRun run{0, run_bytes, 0, 0, heads * run_bytes, heads * run_bytes, {}};
-    run.dims = {{2, 2 * run_bytes, run_bytes}, {2, run_bytes, 2 * run_bytes}};  // two heads change places
-    const kvd::PagedPlan plan(blocks * heads * run_bytes, blocks, blocks, {run});
-    Bytes tensor = random_bytes(random, blocks * heads * run_bytes), object(tensor.size()), back(tensor.size());
-    std::vector<std::uint32_t> ids(blocks);
-    for (std::uint32_t i = 0; i < blocks; ++i) ids[i] = static_cast<std::uint32_t>(blocks - 1 - i);
-    std::uint8_t *object_at = object.data(), *tensor_at = tensor.data(), *back_at = back.data();
-    kvd::paged_copy(plan, kvd::PagedDirection::gather, &object_at, 1, &tensor_at, ids.data());
-    CHECK(std::memcmp(object.data() + run_bytes, tensor.data() + (blocks - 1) * heads * run_bytes + 2 * run_bytes,
-                      run_bytes) == 0);
-    kvd::paged_copy(plan, kvd::PagedDirection::scatter, &object_at, 1, &back_at, ids.data());
-    CHECK(back == tensor);
+  for (const std::uint64_t run_bytes :
+       {16, 64, 100, 128, 191, 192, 256, 320, 500, 512, 1000, 1023, 1024, 1088, 2048, 4096, 4160, 32768 + 8}) {
+    for (const std::size_t start : {0, 1, 16, 63}) {
+      for (const bool with_dims : {false, true}) {
+        test_paged_streams(run_bytes, start, 0, with_dims);
+        test_paged_streams(run_bytes, 0, start, with_dims);
+        test_paged_streams(run_bytes, start, start, with_dims);
+      }
+    }
   }
 }
 

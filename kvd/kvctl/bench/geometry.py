@@ -124,7 +124,7 @@ class _Paged:
         def filled(*shape: int) -> Any:
             """Random bytes, `offset_bytes` behind the start of a cache line."""
             size = int(numpy.prod(shape))
-            memory = numpy.empty(size + 2 * _LINE_BYTES, numpy.uint8)
+            memory: Any = numpy.empty(size + 2 * _LINE_BYTES, numpy.uint8)
             start = -memory.ctypes.data % _LINE_BYTES + offset_bytes
             memory[start : start + size] = rng.integers(0, 255, size, dtype=numpy.uint8)
             return memory[start : start + size].reshape(shape)

@@ -62,7 +62,7 @@ _ATTENTION_KEYS: Final = (
 )  # fmt: skip
 
 
-def load(config: Mapping[str, object] | str) -> tuple[Mapping[str, object], str]:
+def load(config: object) -> tuple[Mapping[str, object], str]:
     """The mapping behind `config` and a name for messages: a mapping, JSON text, or the path of a
     config.json.
 
@@ -70,8 +70,15 @@ def load(config: Mapping[str, object] | str) -> tuple[Mapping[str, object], str]
     """
     if isinstance(config, Mapping):
         return config, "config"
+    if not isinstance(config, str) and not hasattr(config, "__fspath__"):
+        way = ": give config.to_dict()" if hasattr(config, "to_dict") else ""
+        raise UsageError(
+            f"a config of type {type(config).__name__}{way}; allowed: a mapping, JSON text, or the path of a "
+            "config.json",
+            code="config-file",
+        )  # fmt: skip
     name, text = "config", str(config)
-    if not text.lstrip().startswith("{"):
+    if not text.lstrip().startswith(("{", "[")):
         name, text = text, _read(text)
     try:
         value = json.loads(text, object_pairs_hook=_once)

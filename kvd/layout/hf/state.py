@@ -277,8 +277,8 @@ def kimi_linear(fields: Fields, types: Types) -> list[Group]:
             raise inner.refuse(
                 "full_attn_layers and kda_layers", "are missing", "they say which layers attend"
             )
-        listed = [*full, *kda]
-        if any(type(n) is not int for n in listed) or sorted(listed) != list(range(1, layers + 1)):
+        named = [*full, *kda]
+        if len(named) != layers or any(layer not in named for layer in range(1, layers + 1)):
             raise inner.refuse(
                 "full_attn_layers and kda_layers", "do not name each layer once", f"allowed: 1 … {layers}"
             )

@@ -197,19 +197,17 @@ def test_convolution_columns_and_state_types_are_the_engines_choice() -> None:
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "has 1 entries; the model has 32"),
         ({"model_type": "mistral", "layer_types": ["odd"] * 32}, r"layer_types\[0\] is 'odd'; allowed: full"),
         ({"model_type": "mixtral", "layer_types": ["sliding_attention"] * 32}, "sliding_window is missing"),
-        ({"model_type": "mistral", "layer_types": ["sliding_attention"] * 32, "sliding_window": None},
-         "sliding_window is null"),
         ({"model_type": "gemma2", "sliding_window": None}, "sliding_window is null; layers .* need it"),
         ({"is_encoder_decoder": 1}, "is_encoder_decoder is 1; allowed: true, false"),
         ({"model_type": "gemma3", "text_config": {**CONFIG, "model_type": []}}, r"text_config: model_type is \[\]"),
         ({"model_type": "llama4_text", "no_rope_layers": 0}, "no_rope_layers is 0"),
-        ({"model_type": "llama4_text", "no_rope_layers": [[]] * 32}, "no_rope_layers is"),
         ({"num_hidden_layers": "3" * 9999}, "num_hidden_layers is '3{190,200}…; allowed"),
         ({"model_type": "mistral", "layer_types": 3}, "layer_types is a int"),
         ({"model_type": "qwen2", "use_sliding_window": "no"}, "use_sliding_window is 'no'"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9}, "max_window_layers is None"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "no prefix to keep"),
         ({"model_type": "llama4_text", "no_rope_layers": [1, 2]}, "no_rope_layers is"),
+        ({"model_type": "llama4_text", "no_rope_layers": [[1]] * 32}, "no_rope_layers is"),
         ({"model_type": "jamba", "attn_layer_period": 8, "attn_layer_offset": 8}, "attn_layer_offset is 8"),
         ({"model_type": "deepseek_v3"}, "kv_lora_rank is missing"),
         ({"model_type": "minimax"}, "attn_type_list is missing"),
@@ -325,16 +323,17 @@ def test_engines_choices_are_checked() -> None:
     }  # fmt: skip
 
 
-def test_kimi_layer_lists_must_name_each_layer_once() -> None:
-    config: dict[str, Any] = {
+@pytest.mark.parametrize(
+    ("full", "kda"), [([0], [1, 2]), (["3"], [1, 2]), ([None], [1, 2]), ([3, 3], [1, 2])]
+)
+def test_kimi_layer_lists_must_name_each_layer_once(full: list[Any], kda: list[Any]) -> None:
+    config = {
         "model_type": "kimi_linear", "num_hidden_layers": 3, "num_attention_heads": 4,
-        "linear_attn_config": {"full_attn_layers": [0], "kda_layers": [1, 2], "num_heads": 4, "head_dim": 8,
+        "linear_attn_config": {"full_attn_layers": full, "kda_layers": kda, "num_heads": 4, "head_dim": 8,
                                "short_conv_kernel_size": 4},
     }  # fmt: skip
-    for full in ([0], [[3]], ["3"], [None], [3.0], [True]):
-        config["linear_attn_config"]["full_attn_layers"] = full
-        with pytest.raises(UsageError, match="each layer once; allowed: 1 … 3"):
-            Geometry.from_hf_config(config, dtype="bfloat16")
+    with pytest.raises(UsageError, match="each layer once; allowed: 1 … 3"):
+        Geometry.from_hf_config(config, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -351,6 +350,11 @@ def test_kimi_layer_lists_must_name_each_layer_once() -> None:
         (lambda: Geometry([Group(Rule.FULL, (5,), (Plane("k", 1, 8, "int8"),))], 5), "layer 5"),
         (lambda: Geometry([Group(Rule.FULL, (0,), (Plane("k", 1, 8, "int8"),)),
                            Group(Rule.WINDOW, (0,), (Plane("k", 1, 8, "int8"),), 9)]), r"\[0\] are in two"),
+        (lambda: Group("causal", (0,), (Plane("k", 1, 8, "int8"),)), "rule of a group is 'causal'; allowed: full, w"),
+        (lambda: Geometry.attention(layers=1, kv_heads=1, head_dim=8, dtype="int8", v_head_dim=0), "plane v is 0"),
+        (lambda: LLAMA.stored_bytes(-1), "tokens is -1"),
+        (lambda: LLAMA.stored_bytes(1, snapshots=-1), "snapshots is -1"),
+        (lambda: LLAMA.resident_bytes(1.5), "tokens is 1.5"),
         (lambda: Group(Rule.FULL, (1, 0), (Plane("k", 1, 8, "int8"),)), "not ascending"),
         (lambda: Group(Rule.FULL, (0,), ()), "needs layers and planes"),
         (lambda: Group(Rule.WINDOW, (0,), (Plane("k", 1, 8, "int8"),)), "window"),
@@ -365,7 +369,6 @@ def test_kimi_layer_lists_must_name_each_layer_once() -> None:
         (lambda: LLAMA.token_slots(-1), "capacity_bytes is -1"),
         (lambda: LLAMA.stored_bytes(-5), "tokens is -5"),
         (lambda: LLAMA.stored_bytes(5, snapshots=-1), "snapshots is -1"),
-        (lambda: LLAMA.resident_bytes(1.5), "tokens is 1.5"),
         (lambda: LLAMA.objects(chunk_tokens=16, block_tokens=4.0), "block_tokens 4.0 is not an integer"),
         (lambda: LLAMA.objects(chunk_tokens=16, split="tp2"), "split is 'tp2'"),
         (lambda: Group("odd", (0,), (Plane("k", 1, 8, "int8"),)), "rule of a group is 'odd'; allowed: full, window"),
@@ -402,3 +405,21 @@ def test_objects_hold_every_byte_once(layers: int, heads: int, dim: int, tp: int
         return
     assert objects.chunk_bytes == geom.stored_bytes(16)
     assert [part.index for part in objects] == list(range(len(objects)))
+
+
+def test_a_config_that_is_no_mapping_says_what_to_give() -> None:
+    class Config:
+        def to_dict(self) -> dict[str, object]:
+            return {}
+
+    with pytest.raises(UsageError, match=r"type Config: give config.to_dict\(\)"):
+        Geometry.from_hf_config(Config(), dtype="bfloat16")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="not a JSON object, but a list"):
+        Geometry.from_hf_config("[1]", dtype="bfloat16")
+    with pytest.raises(UsageError, match="write 'bfloat16'"):
+        Geometry.attention(layers=1, kv_heads=1, head_dim=8, dtype=_TorchType())  # type: ignore[arg-type]
+
+
+class _TorchType:
+    def __str__(self) -> str:
+        return "torch.bfloat16"

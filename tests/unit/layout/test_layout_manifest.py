@@ -20,6 +20,8 @@ FULL: dict[str, Any] = {
     "attention": {"num_key_value_heads": 8}, "multimodal": "none", "quantisation": "none",
     "sharing_group": "", "tenant": "acme", "salt": "pepper",
 }  # fmt: skip
+CIRCLE: dict[str, Any] = {}
+CIRCLE["itself"] = CIRCLE
 
 
 def test_equal_fields_make_one_namespace_whatever_their_order() -> None:
@@ -114,6 +116,8 @@ def test_a_star_covers_the_rest_but_never_who_shares() -> None:
         ({"position": {"rope_theta": float("nan")}}, "ENCODING", "manifest.position.rope_theta is NaN"),
         ({"extra": {"a": {"b": object()}}}, "ENCODING", "manifest.extra.a.b is a object"),
         ({"extra": {"a": {1, 2}}}, "ENCODING", "is a set"),
+        ({"extra": {"a": {1: 2, "b": 3}}}, "ENCODING", "has the key 1, which is not a string"),
+        ({"extra": CIRCLE}, "ENCODING", "nested deeper than"),
         ({"extra": {"a": "x" * 70_000}}, "ENCODING", "more than 65536"),
     ],
 )

@@ -367,30 +367,33 @@ def test_states_that_do_not_match_are_refused() -> None:
     spelled.verify(tensor.shape, tensor.strides, "bfloat16")
 
 
-def test_a_tensor_of_states_is_compared_with_its_layout() -> None:
-    """Fails if a tensor with gaps, of another type or with other slots is taken for the dense one described."""
-    layout = StateLayout((("conv_x", "conv_b", "conv_c"), ("ssm",)), STATE, layers=1, slots=3)
-    dense = np.zeros((3, 4, 6), np.float32)
-    layout.verify(dense.shape, dense.strides, "float32", tensor=1)
-    layout.verify((3, 24), (96, 4), "float32", tensor=1)
-    layout.verify((3, 48), (96, 2), "bfloat16", tensor=0)
-    layout.verify((4 * 96,), (1,), "uint8", tensor=1)
-    layout.verify((1, 3 * 96), (7, 1), "uint8", tensor=1)
-    for shape, strides, dtype, said in (
-        ((3, 24), (192, 4), "float32", "stride of axis 0 in bytes is 192, described as 96"),
-        ((3, 24), (4, 12), "float32", "stride of axis 1"),
-        ((3, 24), (-96, 4), "float32", "stride of axis 0 in bytes is -96"),
-        ((3, 24), (192, 8), "float64", "element type is float64, described as float32"),
-        ((6, 12), (48, 4), "float32", "shape is"),
-        ((3, 12), (48, 4), "float32", "3 slots of 96 B"),
-        ((), (), "float32", "shape is"),
-        ((2, 96), (96, 1), "uint8", "size in bytes is 192, described as 288"),
-    ):
-        with pytest.raises(CompatibilityError, match=said):
-            layout.verify(shape, strides, dtype, tensor=1)
-    mixed = StateLayout((("conv_x", "conv_b", "conv_c", "ssm"),), STATE, layers=1, slots=2)
-    with pytest.raises(CompatibilityError, match="described as bfloat16 and float32"):
-        mixed.verify((2, 48), (192, 4), "float32")
+@pytest.mark.parametrize(
+    ("number", "tensor", "dtype", "said"),
+    [
+        (1, np.zeros((3, 4, 6), np.float64), "float64", "element type is float64, described as float32"),
+        (
+            1,
+            np.zeros((2, 4, 6), np.float32),
+            "float32",
+            r"shape is \(2, 4, 6\) of float32, described as 3 slots",
+        ),
+        (1, np.zeros((3, 4, 7), np.float32), "float32", "shape"),
+        (1, np.zeros((), np.float32), "float32", "shape"),
+        (1, np.zeros((6, 4, 6), np.float32)[::2], "float32", "stride of axis 0 in bytes is 192"),
+        (1, np.zeros((3, 6, 4), np.float32).transpose(0, 2, 1), "float32", "stride of axis 2 in bytes is 16"),
+        (0, np.zeros((3, 48), np.uint16), "float16", "conv_x, conv_b, conv_c does not match .* float16"),
+        (0, np.zeros((3, 47), np.uint16), "bfloat16", "3 slots of 96 B"),
+    ],
+)
+def test_a_state_tensor_is_compared_with_its_layout(
+    number: int, tensor: np.ndarray, dtype: str, said: str
+) -> None:
+    layout = StateLayout((("conv_x", "conv_b", "conv_c"), ("ssm",)), STATE, layers=2, slots=3)
+    good = np.zeros((3, 48), np.uint16) if number == 0 else np.zeros((3, 1, 4, 6), np.float32)
+    layout.verify(good.shape, good.strides, "float32" if number else "bfloat16", tensor=number)
+    layout.verify((3, layout.slot_bytes(number)), (layout.slot_bytes(number), 1), "uint8", tensor=number)
+    with pytest.raises(CompatibilityError, match=said):
+        layout.verify(tensor.shape, tensor.strides, dtype, tensor=number)
 
 
 def test_a_state_rank_of_another_split_takes_its_heads() -> None:

@@ -182,7 +182,6 @@ def test_the_code_of_a_split_is_fixed() -> None:
         (lambda: Split(cp=2.0), "cp is 2.0; allowed: 1, 2, 4, 8"),
         (lambda: Split(cp=True), "cp is True"),
         (lambda: Split(cp=2, cp_interleave_tokens=16.0), "cp_interleave_tokens is 16.0"),
-        (lambda: Split(cp=2, cp_interleave_tokens=False), "cp_interleave_tokens is False"),
         (lambda: Split(cp=2, cp_interleave_tokens=5), "interleave_tokens is 5"),
         (lambda: Split(pp=2, pp_rule="odd"), "pp_rule is 'odd'"),
         (lambda: Split.from_code(70_000), "code is 70000"),
