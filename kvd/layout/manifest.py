@@ -256,7 +256,10 @@ def _refuse_unknown(names: Iterable[str], *, inside: str = "") -> None:
 
 
 def _apply_fixed(given: dict[str, object], fixed: str | Iterable[str]) -> None:
-    names = {fixed} if isinstance(fixed, str) else set(fixed)
+    listed = [fixed] if isinstance(fixed, str) else [*fixed] if isinstance(fixed, Iterable) else [None]
+    names = {name for name in listed if isinstance(name, str)}
+    if not all(isinstance(name, str) for name in listed):
+        raise _bad("fixed", f"is {fixed!r}", "a list of field names, or '*'")
     everything = "*" in names
     names.discard("*")
     for name in sorted(names):

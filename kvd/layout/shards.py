@@ -149,7 +149,7 @@ class Split:
         if self.cp == 1:
             return ((0, chunk_tokens),)
         run = self.cp_interleave_tokens or chunk_tokens // self.cp
-        if chunk_tokens % (run * self.cp) or not run:
+        if not run or chunk_tokens % (run * self.cp):
             raise UsageError(
                 f"chunk_tokens {chunk_tokens} cannot be dealt out to {self.cp} context ranks in runs of {run or 1}; "
                 f"allowed: multiples of {(run or 1) * self.cp}",

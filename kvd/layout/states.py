@@ -15,7 +15,7 @@ from typing import Final
 from kvd.errors import CompatibilityError, UsageError
 from kvd.layout import encoding, strided
 from kvd.layout.dtypes import dtype_bits
-from kvd.layout.geometry import LAYERS_MAX, Group, Plane, Rule, count
+from kvd.layout.geometry import HEADS_MAX, LAYERS_MAX, Group, Plane, Rule, count
 from kvd.layout.paged import BLOCKS_MAX, Entry, PagedPlan, loops_product
 from kvd.layout.shards import Part, band_layouts
 
@@ -70,12 +70,15 @@ class StateLayout:
             )  # fmt: skip
         count("layers of a state layout", self.layers, LAYERS_MAX)
         count("slots of a state layout", self.slots, BLOCKS_MAX)
+        count("first_layer", self.first_layer, LAYERS_MAX, least=0)
         if not self.first_heads:
             object.__setattr__(self, "first_heads", (0,) * len(self.planes))
         if len(self.first_heads) != len(self.planes):
             raise UsageError(
                 "state layout: first_heads has one entry a plane", code="paged", field="first_heads"
             )
+        for first in self.first_heads:
+            count("first_heads", first, HEADS_MAX, least=0)
 
     @property
     def fingerprint(self) -> str:

@@ -46,7 +46,8 @@ def groups_of(
         if not layers:
             continue
         if span is None:
-            raise fields.refuse(field, "is missing", f"layers {layers[:4]}… need it")
+            found = "is null" if field in fields.mapping else "is missing"
+            raise fields.refuse(field, found, f"layers {layers[:4]}… need it")
         groups.append(Group(rule, layers, planes, span))
     return groups
 
@@ -146,7 +147,7 @@ def llama4(fields: Fields, types: Types) -> list[Group]:
     kinds = fields.listed("layer_types", KINDS)
     if kinds is None:
         flags = fields.mapping.get("no_rope_layers")
-        if not flags:
+        if flags is None or flags == []:
             every = fields.number("no_rope_layer_interval", most=layers, default=4)
             flags = [int((layer + 1) % every != 0) for layer in range(layers)]
         if (

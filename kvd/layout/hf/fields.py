@@ -15,6 +15,7 @@ from kvd.layout.geometry import HEADS_MAX, LAYERS_MAX, Plane, Scales, kv_planes
 
 DIM_FIELD_MAX = 1 << 22
 WINDOW_FIELD_MAX = 1 << 30
+SHOWN_CHARS_MAX = 200  # of what a field holds, in a message
 
 KV_HEADS_DEFAULT: Final[Mapping[str, int]] = {
     "bamba": 8, "falcon_h1": 8, "gemma": 16, "gemma2": 4, "gemma3_text": 4, "gpt_oss": 8, "jamba": 8, "llama4_text": 8,
@@ -67,6 +68,8 @@ class Fields:
 
     def refuse(self, field: str, found: str, allowed: str) -> UsageError:
         """The error for one field."""
+        if len(found) > SHOWN_CHARS_MAX:
+            found = f"{found[:SHOWN_CHARS_MAX]}…"
         return UsageError(
             f"{self.name}: {field} {found}; {allowed}",
             code="config-field",

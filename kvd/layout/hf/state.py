@@ -166,9 +166,7 @@ def bamba(fields: Fields, types: Types) -> list[Group]:
     kinds = fields.listed("layers_block_type", _BLOCKS) or fields.listed("layer_types", _BLOCKS)
     if kinds is None:
         listed = fields.mapping.get("attn_layer_indices")
-        if not isinstance(listed, Sequence) or not all(
-            isinstance(n, int) and 0 <= n < layers for n in listed
-        ):
+        if not isinstance(listed, list) or not all(type(n) is int and 0 <= n < layers for n in listed):
             raise fields.refuse(
                 "attn_layer_indices", f"is {listed!r}", f"allowed: layers in 0 … {layers - 1}"
             )

@@ -83,6 +83,9 @@ def test_a_star_covers_the_rest_but_never_who_shares() -> None:
     assert manifest.tokenizer is FIXED
     assert manifest.adapter is FIXED
     assert Manifest(model="m", revision="r", dtype="bfloat16", fixed=("*", "tenant", "salt")).salt is FIXED
+    for wrong in (None, 5, [[]], [None]):
+        with pytest.raises(UsageError, match=r"manifest field fixed is .*; allowed: a list of field names"):
+            Manifest(model="m", revision="r", dtype="bfloat16", tenant="", salt="", fixed=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

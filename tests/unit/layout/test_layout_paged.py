@@ -342,6 +342,20 @@ def test_states_that_do_not_match_are_refused() -> None:
         StateLayout(order, STATE, 1, 1, first_heads=(0,))
     with pytest.raises(UsageError, match="slots of a state layout is 0"):
         StateLayout(order, STATE, 1, 0)
+    with pytest.raises(UsageError, match="first_layer is -1"):
+        StateLayout(order, STATE, 1, 1, first_layer=-1)
+    with pytest.raises(UsageError, match="first_heads is -1"):
+        StateLayout(order, STATE, 1, 1, first_heads=(0, -1, 0, 0))
+    for field, value in (
+        ("order", None),
+        ("separate", 5),
+        ("strides", [1]),
+        ("planes", None),
+        ("planes", ["k"]),
+    ):
+        wrong: dict[str, Any] = {"order": "vllm-hnd", "planes": KV, field: value}
+        with pytest.raises(UsageError, match=rf"{field}.* is "):
+            PagedLayout(layers=1, blocks=1, block_tokens=4, **wrong)
     odd = Group(Rule.STATE, (0,), (Plane("memory", 1, 4, "float32"),))
     with pytest.raises(UsageError, match=r"planes \['memory'\], which are no state Transformers keeps"):
         states.transformers_tensors(odd)

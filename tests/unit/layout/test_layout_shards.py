@@ -188,6 +188,7 @@ def test_the_code_of_a_split_is_fixed() -> None:
         (lambda: Split.from_code(1 << 14), "canonical 0"),
         (lambda: LATENT.objects(chunk_tokens=16, pp=4), "at most the 3 layers"),
         (lambda: LATENT.objects(chunk_tokens=10, cp=4), "10 cannot be dealt out to 4"),
+        (lambda: LATENT.objects(chunk_tokens=4, cp=8), "4 cannot be dealt out to 8"),
         (
             lambda: LATENT.objects(chunk_tokens=24, split=Split(cp=2, cp_interleave_tokens=16)),
             "multiples of 32",
