@@ -227,8 +227,6 @@ void check_paged(const PagedPlan& plan, PagedDirection direction, const std::vec
     refuse("block_ids has " + std::to_string(ids.count()) + " items: " + std::to_string(objects.size()) +
            " objects need " + std::to_string(objects.size() * plan.blocks_per_object()));
   }
-  ids.check_below(plan.blocks_count());
-  if (direction == PagedDirection::scatter) ids.check_distinct(plan.blocks_count());
 }
 
 void py_paged_copy(const PagedPlan& plan, int direction_code, const nb::sequence& objects, const nb::sequence& tensors,
@@ -244,6 +242,8 @@ void py_paged_copy(const PagedPlan& plan, int direction_code, const nb::sequence
   const IntegerArray ids(block_ids, "block_ids");
   check_paged(plan, direction, object_buffers, tensor_buffers, ids);
   const std::vector<std::uint32_t> aligned_ids = ids.values();
+  ids.check_below(aligned_ids, plan.blocks_count());
+  if (!gather) ids.check_distinct(aligned_ids, plan.blocks_count());
   const std::size_t objects_count = object_buffers.size();
   const auto object_addresses = addresses(object_buffers), tensor_addresses = addresses(tensor_buffers);
   const GilReleaseIfLong release(plan.moved_bytes() * objects_count);

@@ -114,41 +114,34 @@ std::vector<std::uint32_t> IntegerArray::values() const {
   return values;
 }
 
-void IntegerArray::check_below(std::uint64_t limit) const {
-  for (std::size_t i = 0; i < count_; ++i) {
-    const auto value = load<std::uint32_t>(bytes_, i);
-    if (value >= limit) refuse_value(name_, i, std::to_string(value), limit);
+void IntegerArray::check_below(const std::vector<std::uint32_t>& values, std::uint64_t limit) const {
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (values[i] >= limit) refuse_value(name_, i, std::to_string(values[i]), limit);
   }
 }
 
-void IntegerArray::check_distinct(std::uint64_t limit) const {
+void IntegerArray::check_distinct(const std::vector<std::uint32_t>& values, std::uint64_t limit) const {
   constexpr std::uint64_t bits = 64;
-  std::uint32_t twice = 0;
-  bool found = false;
-  if (limit / bits <= bits * count_) {  // a bit a value, while clearing them costs less than sorting would
+  auto twice = values.end();
+  if (limit / bits <= bits * values.size()) {  // a bit a value, while clearing them costs less than sorting would
     std::vector<std::uint64_t> seen((limit + bits - 1) / bits);
-    for (std::size_t i = 0; i < count_ && !found; ++i) {
-      const auto value = load<std::uint32_t>(bytes_, i);
+    twice = std::find_if(values.begin(), values.end(), [&](std::uint32_t value) {
       const std::uint64_t bit = std::uint64_t{1} << (value % bits);
-      found = (seen[value / bits] & bit) != 0;
+      const bool known = (seen[value / bits] & bit) != 0;
       seen[value / bits] |= bit;
-      twice = value;
-    }
+      return known;
+    });
   } else {
-    std::vector<std::uint32_t> sorted = values();
+    std::vector<std::uint32_t> sorted = values;
     std::sort(sorted.begin(), sorted.end());
     const auto at = std::adjacent_find(sorted.begin(), sorted.end());
-    found = at != sorted.end();
-    if (found) twice = *at;
+    if (at != sorted.end()) twice = std::find(std::find(values.begin(), values.end(), *at) + 1, values.end(), *at);
   }
-  if (!found) return;
-  const auto next = [&](std::size_t from) {
-    while (load<std::uint32_t>(bytes_, from) != twice) ++from;
-    return from;
-  };
-  const std::size_t first = next(0), second = next(first + 1);
-  throw nb::value_error((name_ + "[" + std::to_string(second) + "] = " + std::to_string(twice) +
-                         ": stands at " + name_ + "[" + std::to_string(first) + "] too; each can be written once")
+  if (twice == values.end()) return;
+  const auto first = std::find(values.begin(), twice, *twice);
+  throw nb::value_error((name_ + "[" + std::to_string(twice - values.begin()) + "] = " + std::to_string(*twice) +
+                         ": stands at " + name_ + "[" + std::to_string(first - values.begin()) +
+                         "] too; each can be written once")
                             .c_str());
 }
 

@@ -24,11 +24,12 @@ class IntegerArray {
   std::size_t count() const noexcept { return count_; }
   // The values as u32 little-endian bytes, of any alignment; valid while this object lives.
   const std::uint8_t* bytes() const noexcept { return bytes_; }
+  // The values, in memory of our own: what is checked is then what is used, whoever writes into the buffer meanwhile.
   std::vector<std::uint32_t> values() const;
-  // Throws ValueError naming the first value that is not below `limit`.
-  void check_below(std::uint64_t limit) const;
-  // Throws ValueError naming the first value that stands there twice. All have to be below `limit`.
-  void check_distinct(std::uint64_t limit) const;
+  // Throws ValueError naming the first of `values` that is not below `limit`.
+  void check_below(const std::vector<std::uint32_t>& values, std::uint64_t limit) const;
+  // Throws ValueError naming the first of `values` that stands there twice. All have to be below `limit`.
+  void check_distinct(const std::vector<std::uint32_t>& values, std::uint64_t limit) const;
 
  private:
   void from_list(nanobind::handle object);

@@ -508,3 +508,20 @@ def test_strided_copies_equal_the_plain_reference() -> None:
         assert plan.moved_bytes == sum(c.size_bytes for c in copies)
     with pytest.raises(UsageError, match=r"sources\[0\] has 7 bytes: the plan reaches 8"):
         compute.strided_copy(compute.strided_plan([(0, 0, 0, 0, 8, [])]), [bytes(7)], [bytearray(8)])
+
+
+@pytest.mark.parametrize("blocks", [16, 1 << 20])  # marked in a table, and found by sorting
+def test_a_scatter_names_each_block_once_and_a_gather_may_name_it_again(blocks: int) -> None:
+    plan = compute.paged_plan(1, blocks, 1, [(0, 1, 0, 0, 1, 0, [])])
+    tensor = bytearray(blocks)
+    tensor[5] = 7
+    objects = [bytearray(1) for _ in range(4)]
+    compute.gather(plan, objects, [tensor], [5, 9, 5, 3])
+    assert [one[0] for one in objects] == [7, 0, 7, 0]
+    before = bytes(tensor)
+    with pytest.raises(UsageError, match=r"block_ids\[2\] = 5: stands at block_ids\[0\] too") as error:
+        compute.scatter(plan, [b"\1"] * 4, [tensor], [5, 9, 5, 3])
+    assert error.value.code == "KVD-USAGE-BLOCK-IDS"
+    assert tensor == before
+    compute.scatter(plan, [b"\1"] * 4, [tensor], [5, 9, 6, 3])
+    assert [tensor[n] for n in (3, 5, 6, 9)] == [1] * 4
