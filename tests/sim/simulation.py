@@ -31,6 +31,7 @@ CHAIN_LENGTH: Final = 8
 SIZES: Final = (MIB // 2, MIB, 2 * MIB, 3 * MIB)
 TRACE_LINES_MAX: Final = 4000
 SECOND_NS: Final = 10**9
+IDLE_DRAWS_MAX: Final = 100_000  # in a row: who is stopped stays so where nothing drawn continues it
 
 # Kind of event -> how often, relative to the others. Those in ALWAYS are in every schedule.
 WEIGHTS: Final[dict[str, float]] = {
@@ -167,10 +168,13 @@ class Simulation:
         self._arrive()
         if self.shape.prefilled:
             self._prefill()
-        while self.events < events_max:
+        idle_draws = 0
+        while self.events < events_max and idle_draws < IDLE_DRAWS_MAX:
+            idle_draws += 64
             for kind in choices(kinds, cum_weights=totals, k=64):
                 self.now_ns += rng.randrange(1, 200_000)
                 if self._performed(kind, handlers[kind]):
+                    idle_draws = 0
                     counts[kind] = counts.get(kind, 0) + 1
                     self.events += 1
                     if self.events == upto and upto < events_max:
