@@ -30,14 +30,15 @@ NS_PER_S = 1_000_000_000
 class InFlightPlan:
     """Mean number in flight from the arrival rate and the mean time in the system, waiting included.
 
-    `capacity_per_s` is what the system can complete. Raises UsageError with code KVD-USAGE-OVERLOADED when
-    arrivals reach it, and for values out of range.
+    `capacity_per_s` is what the system can complete, `capacity_from` how that came about. Raises UsageError with code
+    KVD-USAGE-OVERLOADED when arrivals reach it, and for values out of range.
     """
 
     arrivals_per_s: Fraction
     time_in_system_ns: int
     capacity_per_s: Fraction
     bytes_each: int = 0
+    capacity_from: str = ""
 
     def __post_init__(self) -> None:
         check_number("arrivals", self.arrivals_per_s, 0, units.plan_rate_per_s_max)
@@ -81,6 +82,7 @@ class InFlightPlan:
     def steps(self) -> tuple[Step, ...]:
         """The arithmetic, in order."""
         rows = [
+            *_capacity_steps(self.capacity_per_s, self.capacity_from),
             Step("utilisation",
                  f"{format_rate(self.arrivals_per_s)} ÷ {format_rate(self.capacity_per_s)}",
                  self.utilisation_share, "share"),
@@ -104,8 +106,58 @@ class InFlightPlan:
     @property
     def conclusion(self) -> str:
         """What follows, and what does not."""
+        are = "request is" if self.in_flight_mean == 1 else "requests are"
         buffers = f", {format_bytes(self.bytes_in_flight_mean)} of buffers" if self.bytes_each else ""
         return (
-            f"{format_number(self.in_flight_mean)} requests are in flight on average{buffers}; "
+            f"{format_number(self.in_flight_mean)} {are} in flight on average{buffers}; "
             f"this is a mean, peaks and the time itself under more load do not follow from it."
+        )
+
+
+def _capacity_steps(capacity_per_s: Fraction, capacity_from: str) -> tuple[Step, ...]:
+    return (Step("capacity", capacity_from, capacity_per_s, "1/s"),) if capacity_from else ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverloadedPlan:
+    """What can be said when arrivals reach the capacity: that, and nothing about what is in flight."""
+
+    arrivals_per_s: Fraction
+    capacity_per_s: Fraction
+    capacity_from: str = ""
+
+    def __post_init__(self) -> None:
+        check_number("arrivals", self.arrivals_per_s, 0, units.plan_rate_per_s_max)
+        check_positive("capacity", self.capacity_per_s, units.plan_rate_per_s_max)
+
+    @property
+    def answers(self) -> Mapping[str, Answer]:
+        """Results under stable names: the utilisation, and no number in flight."""
+        return {
+            "in_flight_mean": None,
+            "bytes_in_flight_mean": None,
+            "utilisation_share": Fraction(self.arrivals_per_s) / self.capacity_per_s,
+        }
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """The arithmetic, as far as it goes."""
+        text = f"{format_rate(self.arrivals_per_s)} ÷ {format_rate(self.capacity_per_s)}"
+        share = Fraction(self.arrivals_per_s) / self.capacity_per_s
+        return (
+            *_capacity_steps(self.capacity_per_s, self.capacity_from),
+            Step("utilisation", text, share, "share"),
+        )
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the numbers take for granted."""
+        return ("arrivals are a mean over a long stretch: a short burst above the capacity is not meant",)
+
+    @property
+    def conclusion(self) -> str:
+        """What follows, and what does not."""
+        return (
+            f"Arrivals of {format_rate(self.arrivals_per_s)} reach the capacity of {format_rate(self.capacity_per_s)}: "
+            "the queue grows without end and Little's law says nothing; shed load or add capacity first."
         )
