@@ -154,7 +154,8 @@ class BreakEvenPlan:
         load, copy, sync, hidden = map(format_ns, (self.load_ns, self.h2d_ns, self.sync_ns, self.hidden_ns))
         less = f" - {hidden} hidden" if self.hidden_ns else ""
         queue = self.queue_reuse_ns - self.queue_cold_ns
-        parts = f"lookup {format_ns(self.lookup_ns)} + %s + queue {format_ns(queue)}"
+        waits = f"+ queue {format_ns(queue)}" if queue >= 0 else f"- {format_ns(-queue)} less queue"
+        parts = f"lookup {format_ns(self.lookup_ns)} + %s {waits}"
         rows = [
             *(self.read.steps if self.read is not None else ()),
             Step("load", f"{format_bytes(self.size_bytes)} ÷ {format_bandwidth(self.bandwidth_bytes_per_s)}",
@@ -344,7 +345,7 @@ class BreakEvenLength:
         if found is None:
             return f"above {sampled} this is extrapolation"
         if low <= found <= high:
-            return f"it lies within {sampled}; outside of them this is extrapolation"
+            return f"that is within {sampled}, outside of which this would be extrapolation"
         where = "below" if found < low else "above"
         return f"that is {where} {sampled}, so it is extrapolation: measure prefill there"
 
@@ -424,8 +425,10 @@ class PrefillFit:
     def conclusion(self) -> str:
         """What follows, and what does not."""
         low, high = self.sampled
-        off = format_share(self.error_max_share)
-        exact = "meets all samples" if not self.error_max_share else f"is at most {off} off at a sample"
+        if self.error_max_share < Fraction(1, 10_000):
+            exact = "meets every sample to 0.01 %"
+        else:
+            exact = f"is at most {format_share(self.error_max_share)} off at a sample"
         return (
             f"The fit {exact}; between {format_number(low)} and {format_number(high)} tokens it interpolates, outside "
             f"it is extrapolation."

@@ -164,9 +164,9 @@ class SweepSetup:
     def __post_init__(self) -> None:
         if not self.footprint.token_groups:
             raise UsageError(
-                f"bytes per token = 0: the model keeps states only ({format_bytes(self.footprint.snapshot_bytes)} a "
-                "snapshot), so that no chunk size saves or costs bytes; allowed: a model that keeps tokens. `kvctl "
-                "plan capacity` counts snapshots, `kvctl plan breakeven` weighs loading one",
+                f"the model keeps states only ({format_bytes(self.footprint.snapshot_bytes)} a "
+                "snapshot) and no bytes per token, so that no chunk size saves or costs bytes; allowed: a model that "
+                "keeps tokens. `kvctl plan capacity` counts snapshots, `kvctl plan breakeven` weighs loading one",
                 code="states",
             )
         check_int("block of the trace, in tokens", self.trace_block_tokens, 1, units.plan_count_max)
