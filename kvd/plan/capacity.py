@@ -211,10 +211,11 @@ class CapacityPlan(Prefixes):
     def conclusion(self) -> str:
         """What follows, and what does not."""
         hosts = counted(self.hosts_count, "host")
+        has = f"{hosts} {'has' if self.hosts_count == 1 else 'have'} {format_bytes(self.usable_bytes)}"
         if not self.fits:
             verdict = (
-                f"It does not fit: {format_bytes(self.demand_bytes)} are needed and {hosts} "
-                f"have {format_bytes(self.usable_bytes)}; it takes at least {format_number(self.hosts_min)}"
+                f"It does not fit: {format_bytes(self.demand_bytes)} are needed and {has}; it takes at least "
+                f"{format_number(self.hosts_min)}"
             )
         elif self.headroom_bytes == 0:
             verdict = f"It fits exactly on {hosts}, with no headroom: nothing can be added without evicting"
