@@ -193,7 +193,7 @@ def _in_flight(plan: NetworkPlan, latency_ns: int) -> InFlightPlan | OverloadedP
         return InFlightPlan(
             arrivals_per_s=arrivals,
             time_in_system_ns=latency_ns,
-            capacity_per_s=Fraction(units.plan_rate_per_s_max),
+            capacity_per_s=None,
             bytes_each=plan.bytes_per_hit,
         )
     capacity_per_s = arrivals / used

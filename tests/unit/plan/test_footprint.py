@@ -154,6 +154,24 @@ def test_break_even_length_of_windows_and_states_is_found_by_bisection(
     assert all(gains[n] > -rounded_ns for n in gains if n > found // chunk)
 
 
+def test_a_window_pays_from_a_length_at_which_all_of_it_would_not() -> None:
+    """Bytes per token alone would say that loading never pays."""
+    kept = Footprint(
+        (
+            KeptGroup(name="full", token_bytes=1_000),
+            KeptGroup(name="window", token_bytes=9_000, last_tokens=1_023),
+        )
+    )
+    cost, prefill = (
+        LoadCost(0, 10**9, None, 0),
+        PrefillCost(0, 2_000_000, 0),
+    )  # 2 us a token; 1 us and 10 us to load
+    # 1 us × n + 9 us × 1,023 < 2 us × n from n = 9,208 on; in chunks of 256 the window is 1,024.
+    assert break_even_tokens(cost, prefill, kept, 1 << 20) == 9 * 1_023 + 1
+    assert break_even_tokens(cost, prefill, kept, 1 << 20, chunk_tokens=256) == 9_472
+    assert break_even_tokens(cost, prefill, Footprint.by_hand(10_000), 1 << 20) is None
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [

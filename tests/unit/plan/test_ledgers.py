@@ -55,6 +55,12 @@ def test_capacity_of_the_source() -> None:
     )
 
 
+def test_one_host_has_and_several_have() -> None:
+    alone = replace(CAPACITY, hosts_count=1, replicas_count=1, spare_hosts=0)
+    assert "1 host has 409.6 GiB" in alone.conclusion
+    assert "1 host × 409.6 GiB" in [step.expression for step in alone.steps]
+
+
 def test_160_hosts_are_exactly_enough_and_leave_nothing() -> None:
     plan = replace(CAPACITY, hosts_count=160)
     assert plan.usable_bytes == plan.demand_bytes == 64 * TIB

@@ -16,6 +16,7 @@ from kvd.kvctl.plan_measure import Measured
 from kvd.plan import ledger
 from kvd.plan.breakeven import LoadCost, PrefillCost
 from kvd.plan.breakeven_ledger import BreakEvenLength, BreakEvenPlan, PrefillFit
+from kvd.plan.chunk import RecordedRequest, SweepSetup, sweep
 from kvd.plan.footprint import Footprint, KeptGroup, PrefixRead
 from kvd.plan.ledger import Step
 from kvd.plan.network import NetworkPlan
@@ -273,6 +274,26 @@ def test_overload_is_an_answer() -> None:
 )
 def test_one_of_a_thing_is_told_as_one(value: int, unit: str, text: str) -> None:
     assert Step("x", "", value, unit).text == text
+
+
+def test_a_sweep_tells_its_room_and_the_numbers_of_its_cpu_time() -> None:
+    setup = SweepSetup(footprint=Footprint.by_hand(10, 2), trace_block_tokens=64)
+    found = sweep([RecordedRequest(n, 256, 1, (1, 2, 3, 4)) for n in range(2)], [64], setup)
+    assert found.assumptions[0].startswith("one cache without limit: ")
+    limited = replace(found, setup=replace(setup, capacity_bytes=1 << 30))
+    assert limited.assumptions[0].startswith("one cache of 1 GiB: ")
+    assert how(found, "metadata CPU") == (
+        "5 chunks looked up × 67 ns + 4 leased × 94 ns + 8 objects stored × 4 us"
+    )
+    values = {step.label: step.value for step in found.steps}
+    assert values["metadata CPU"] == 5 * 67 + 4 * 94 + 8 * 4_000
+    assert how(found, "load, P50").startswith("of 1 load, each its objects × 10 us + its bytes ÷ 20 GiB/s")
+    assert how(found, "read, mean") == "2.5 KiB in the 1 ms of the trace"
+    measured = replace(found.rows[0], cache_cpu_ns=5_000)
+    assert "5 us measured in the core (8 objects stored)" in how(
+        replace(found, rows=(measured,)), "metadata CPU"
+    )
+    assert "rows" not in ledger.inputs(found)
 
 
 def test_cut_numbers_are_marked_in_sums_as_in_results() -> None:
