@@ -277,11 +277,11 @@ def _length(plan: BreakEvenPlan, fit: PrefillFit, footprint: Footprint, chunk_to
     if plan.hidden_ns:
         notes.append(
             f"the {units.format_ns(plan.hidden_ns)} hidden above are not counted: what overlaps at another length is "
-            "not known, so that loading may pay earlier than this"
+            "not known, so that the length is no longer than this"
         )
     if delta_ns < 0:
         notes.append(
-            f"that reuse waits {units.format_ns(-delta_ns)} less is not counted, so that loading may pay earlier "
+            f"that reuse waits {units.format_ns(-delta_ns)} less is not counted, so that the length is no longer "
             "than this"
         )
     return BreakEvenLength(
