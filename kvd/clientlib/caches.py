@@ -12,8 +12,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import TYPE_CHECKING, Any
 
+from kvd import arguments
 from kvd.errors import CompatibilityError, LifecycleError, UsageError
 from kvd.layout import paged, shards
 from kvd.layout.geometry import Geometry, Group, Rule
@@ -64,6 +66,20 @@ class EngineCache:
                 "this cache was closed: its tensors are let go; register them again", code="cache"
             )
 
+    def check_geometry(self, geometry: Geometry) -> None:
+        """Raises CompatibilityError for another geometry than these tensors were registered with.
+
+        Groups go by their number: of another geometry it may name other layers with the same planes.
+        """
+        mine = self.geometry
+        if geometry is mine or (geometry.groups, geometry.layers_count) == (mine.groups, mine.layers_count):
+            return
+        raise CompatibilityError(
+            f"this cache was registered with geometry {mine.fingerprint}, these objects are of {geometry.fingerprint}; "
+            "register it with the geometry of the objects",
+            code="geometry", registered=mine.fingerprint, given=geometry.fingerprint,
+        )  # fmt: skip
+
     def write(self, families: Families, objects: Objects, part: Part) -> Copies | None:
         """The plan that fills `part` from these tensors, None if this rank holds nothing of it.
 
@@ -85,6 +101,16 @@ class EngineCache:
                 code="paged", member=part.index,
             )  # fmt: skip
         return Copies(part, plan)
+
+    def stores(self, objects: Objects) -> bool:
+        """Whether the rank of this cache stores members of its group. A replica does not; nor is it known of a cache
+        that was registered without the split of `objects`.
+        """
+        rank = self.rank
+        return self.split == objects.split and any(
+            part.group == self.group
+            for part in objects.writes(tp_rank=rank.tp, pp_rank=rank.pp, cp_rank=rank.cp)
+        )
 
     def reads(self, families: Families, code: int) -> list[Read]:
         """What has to be copied out of a family of that split, for one chunk."""
@@ -161,9 +187,8 @@ class EngineCache:
         if self.split == Split():
             return  # the layout alone says what this rank holds
         block = 1 if isinstance(self.layout, StateLayout) else self.layout.block_tokens
-        objects = Objects(
-            self.geometry, self.split, max(self.split.cp_interleave_tokens, block) * self.split.cp
-        )
+        run = lcm(self.split.cp_interleave_tokens or 1, block)  # the shortest chunk that this rank can have
+        objects = Objects(self.geometry, self.split, run * self.split.cp)
         ranks = {"tp_rank": self.rank.tp, "pp_rank": self.rank.pp, "cp_rank": self.rank.cp}
         for part in objects.for_rank(**ranks):
             if part.group == self.group and not (self._overlaps(part) and self._holds(part)):
@@ -206,30 +231,27 @@ class Read:
     sources: tuple[Part, ...]
     together: compute.StridedPlan | None
 
-    def scatter(
-        self, cache: EngineCache, leases: FamilyLeases, numbers: list[int], block_ids: BlockIds, chunks: int,
-        rows: list[int],
-    ) -> int:  # fmt: skip
-        """Copy these chunks; returns the bytes that reached the blocks."""
-        chosen = rows_of(block_ids, self.copies.blocks_per_chunk, chunks, rows)
-        views: list[Any]
-        if self.together is None:
-            part = self.sources[0]
-            views = list(leases.member_views(numbers, part.index, part.size_bytes))
-        else:
-            views = [bytearray(self.copies.part.size_bytes) for _ in numbers]
-            for number, built in zip(numbers, views, strict=True):
-                parts = [leases.member_views([number], p.index, p.size_bytes)[0] for p in self.sources]
-                compute.strided_copy(self.together, parts, [built])
-        compute.scatter(self.copies.native, views, self.copies.tensors(cache), chosen)
-        return self.copies.native.moved_bytes * len(numbers)
+    def views(self, leases: FamilyLeases, numbers: list[int]) -> list[tuple[memoryview, ...]]:
+        """The sources of these chunks. Raises CompatibilityError for one that is not of the geometry."""
+        columns = [leases.member_views(numbers, part.index, part.size_bytes) for part in self.sources]
+        return list(zip(*columns, strict=True))
+
+    def scatter(self, cache: EngineCache, views: list[tuple[memoryview, ...]], ids: BlockIds) -> int:
+        """Copy the chunks whose sources are given, into these blocks; returns the bytes that reached them."""
+        objects: list[Any] = [sources[0] for sources in views]
+        if self.together is not None:
+            objects = [bytearray(self.copies.part.size_bytes) for _ in views]
+            for sources, built in zip(views, objects, strict=True):
+                compute.strided_copy(self.together, sources, [built])
+        compute.scatter(self.copies.native, objects, self.copies.tensors(cache), ids)
+        return self.copies.native.moved_bytes * len(views)
 
 
 def rows_of(block_ids: Any, per_chunk: int, chunks: int, chosen: Sequence[int]) -> Any:
     """The block ids of some chunks, out of `per_chunk` for each of `chunks`. Raises UsageError(block-ids)."""
-    if hasattr(block_ids, "data_ptr"):
-        block_ids = block_ids.numpy()
     try:
+        if hasattr(block_ids, "data_ptr"):
+            block_ids = block_ids.numpy()
         view = memoryview(array("q", block_ids) if isinstance(block_ids, list | tuple | range) else block_ids)
         if view.ndim != 1:
             flat: Any = view.cast("B")
@@ -237,9 +259,9 @@ def rows_of(block_ids: Any, per_chunk: int, chunks: int, chosen: Sequence[int]) 
         code = {"l": "q", "L": "Q"}.get(view.format.lstrip("@<="), view.format.lstrip("@<="))
         if code not in tuple("iIqQ"):
             raise TypeError(f"elements of format {view.format!r}")
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise UsageError(
-            f"block_ids: {error}; allowed: 32- or 64-bit integers, contiguous", code="block-ids"
+            f"block_ids: {error}; allowed: 32- or 64-bit integers, contiguous, on the CPU", code="block-ids"
         ) from None
     if len(view) != per_chunk * chunks:
         what = f"{chunks} chunk{'s' * (chunks != 1)} of {per_chunk} block{'s' * (per_chunk != 1)}"
@@ -287,12 +309,8 @@ def _check_fits(group: Group, layout: PagedLayout | StateLayout) -> None:
                 f"has {described.heads}",
                 code="paged", field="heads",
             )  # fmt: skip
-    if isinstance(layout, PagedLayout) and group.windowed and group.window < layout.block_tokens:
-        raise UsageError(
-            f"the window of {group.window} tokens is smaller than the engine's block of {layout.block_tokens}; use a "
-            "smaller block",
-            code="geometry", field="window",
-        )  # fmt: skip
+    if isinstance(layout, PagedLayout):
+        group.check_block(layout.block_tokens)
 
 
 def _states_overlap(group: Group, layout: StateLayout, part: Part) -> bool:
@@ -309,24 +327,22 @@ def _states_overlap(group: Group, layout: StateLayout, part: Part) -> bool:
 def _buffers(layout: PagedLayout | StateLayout, tensors: Sequence[Any]) -> list[Any]:
     """The tensors as plain bytes, each verified against the layout where it says what it is."""
     if isinstance(layout, StateLayout):
-        count = layout.layers * len(layout.tensors)
-        sizes = [layout.slot_bytes(n % len(layout.tensors)) * layout.slots for n in range(count)]
-        slots: Sequence[tuple[int, int]] = []
+        kinds = list(range(len(layout.tensors))) * layout.layers  # which tensor of its layer
+        sizes = [layout.slot_bytes(kind) * layout.slots for kind in kinds]
     else:
-        slots = paged.block_slots(layout)
-        count = len(slots)
-        sizes = [layout.tensor_bytes(plane) for _, plane in slots]
-    if len(tensors) != count:
+        kinds = [plane for _, plane in paged.block_slots(layout)]
+        sizes = [layout.tensor_bytes(plane) for plane in kinds]
+    if len(tensors) != len(kinds):
         raise CompatibilityError(
-            f"{len(tensors)} tensors for a layout of {count}; register them in the order of its letters",
+            f"{len(tensors)} tensors for a layout of {len(kinds)}; register them in the order of its letters",
             code="paged", field="tensors",
         )  # fmt: skip
     buffers: list[Any] = []
     for number, (tensor, size_bytes) in enumerate(zip(tensors, sizes, strict=True)):
-        if isinstance(layout, PagedLayout):
-            _verify(layout, tensor, slots[number][1])
+        _verify(layout, tensor, kinds[number])
         buffer = _bytes_of(tensor, size_bytes)
-        held = memoryview(buffer).nbytes
+        way = "give a torch tensor, a numpy array or a flat buffer"
+        held = arguments.buffer(f"tensors[{number}]", buffer, way).nbytes
         if held < size_bytes:
             raise CompatibilityError(
                 f"tensor {number} has {held} B, its layout reaches {size_bytes}",
@@ -337,13 +353,20 @@ def _buffers(layout: PagedLayout | StateLayout, tensors: Sequence[Any]) -> list[
     return buffers
 
 
-def _verify(layout: PagedLayout, tensor: Any, plane: int) -> None:
+def _verify(layout: PagedLayout | StateLayout, tensor: Any, kind: int) -> None:
+    """Compare a tensor that says what it is with its layout; `kind`: its plane, or which of its layer's states."""
     if hasattr(tensor, "data_ptr"):
         element = tensor.element_size()
         strides = [stride * element for stride in tensor.stride()]
-        layout.verify(tuple(tensor.shape), strides, str(tensor.dtype).removeprefix("torch."), plane=plane)
+        dtype = str(tensor.dtype).removeprefix("torch.")
     elif hasattr(tensor, "__array_interface__"):
-        layout.verify(tuple(tensor.shape), list(tensor.strides), str(tensor.dtype), plane=plane)
+        strides, dtype = list(tensor.strides), str(tensor.dtype)
+    else:
+        return  # plain bytes
+    if isinstance(layout, StateLayout):
+        layout.verify(tuple(tensor.shape), strides, dtype, tensor=kind)
+    else:
+        layout.verify(tuple(tensor.shape), strides, dtype, plane=kind)
 
 
 def _bytes_of(tensor: Any, size_bytes: int) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvd import arguments
+from kvd.clientlib.caches import rows_of
 from kvd.clientlib.leases import Lease, Leases, Report
 from kvd.errors import CompatibilityError, LifecycleError, UsageError
 from kvd.layout import chain as reference
@@ -90,13 +91,9 @@ class Families:
         Raises LifecycleError when they are not, or no longer, what the prefix needs; then nothing is held.
         """
         leases = FamilyLeases(batch, chain, self, len(chain), verify=verify, report=report)
-        if len(batch) != len(chain) - leases.first_chunk or not leases.suffice():
+        if not leases.suffice():
             batch.release()
-            raise LifecycleError(
-                f"{len(batch)} adopted leases are not what a prefix of {len(chain)} chunks needs; hand over "
-                "chain[:leases.usable_chunks] with them",
-                code="adopt", leases=len(batch), chunks=len(chain),
-            )  # fmt: skip
+            raise not_of(chain, len(batch))
         return leases
 
     def _learn(self, code: int) -> None:
@@ -122,9 +119,8 @@ class FamilyLeases(Leases):
         verify: bool,
         report: Report | None = None,
     ) -> None:
-        rule = families.rule
         self.usable_chunks = usable
-        self.first_chunk = min(rule.first_chunk(g, usable) for g in range(len(families.geometry.groups)))
+        self.first_chunk = families.rule.first_needed(usable)
         super().__init__(native, chain[self.first_chunk : usable], verify=verify, report=report)
         self._families = families
         self._present: list[tuple[int, int]] | None = None
@@ -163,6 +159,8 @@ class FamilyLeases(Leases):
         for each member and split. Raises CompatibilityError naming what cannot be put into this cache.
         """
         check_cache(cache)
+        cache.check_open()
+        cache.check_geometry(self._families.geometry)
         needed = self.chunks(cache.group)
         todo = (
             needed
@@ -173,19 +171,17 @@ class FamilyLeases(Leases):
             raise UsageError(
                 f"chunks {todo} are not within {needed}, which this prefix needs of the group", code="chunks"
             )
-        cache.check_open()
         present = self._families_present()
         by_split: dict[int, list[int]] = {}
         for number in todo:
             by_split.setdefault(present[number - self.first_chunk][1], []).append(number - todo.start)
-        copied = 0
+        work = []  # all of it is looked at before the first byte moves
         for code, rows in by_split.items():
-            reads = cache.reads(self._families, code)
-            for read in reads:
-                copied += read.scatter(
-                    cache, self, [todo.start + row for row in rows], block_ids, len(todo), rows
-                )
-        return copied
+            numbers = [todo.start + row for row in rows]
+            for read in cache.reads(self._families, code):
+                ids = rows_of(block_ids, read.copies.blocks_per_chunk, len(todo), rows)
+                work.append((read, read.views(self, numbers), ids))
+        return sum(read.scatter(cache, views, ids) for read, views, ids in work)
 
     async def scatter_async(
         self, cache: EngineCache, block_ids: BlockIds, *, chunks: range | None = None
@@ -216,6 +212,15 @@ class FamilyLeases(Leases):
                 for low, high, code, _, _, _ in _PRESENT.iter_unpack(self._native.present())
             ]
         return self._present
+
+
+def not_of(chain: Chain, leases: int) -> LifecycleError:
+    """The error for adopted leases that do not belong to a chain."""
+    return LifecycleError(
+        f"{leases} adopted leases are not what a prefix of {len(chain)} chunks needs; hand over the chain they were "
+        "acquired for, with a geometry chain[:leases.usable_chunks]",
+        code="adopt", leases=leases, chunks=len(chain),
+    )  # fmt: skip
 
 
 def group_number(geometry: Geometry, name: str | int | None) -> int:

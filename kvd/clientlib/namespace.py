@@ -15,7 +15,7 @@ from kvd import arguments, limits
 from kvd.clientlib import calls
 from kvd.clientlib.caches import EngineCache
 from kvd.clientlib.chain import Chain
-from kvd.clientlib.families import Families, FamilyLeases, group_number, rank_of
+from kvd.clientlib.families import Families, FamilyLeases, group_number, not_of, rank_of
 from kvd.clientlib.leases import Leases
 from kvd.clientlib.native_errors import NATIVE, translate
 from kvd.clientlib.writes import Writes, check_members, none_to_write
@@ -26,6 +26,7 @@ from kvd.layout.paged import PagedLayout
 from kvd.layout.shards import Objects, Part, Rank, Split
 from kvd.layout.states import StateLayout
 from kvd.shm import messages
+from kvd.shm.layout import DESCRIPTOR
 from kvd.shm.messages import Cq, Reserve, Sq
 from kvd.types import Member
 
@@ -149,28 +150,34 @@ class Namespace:
         """Take own leases on what another process of this request exported, before it lets go of its own.
 
         With a geometry, `chain` is the usable prefix: `chain[:leases.usable_chunks]` of the process that exported.
-        Raises LifecycleError naming the first chunk that changed meanwhile: then nothing is held.
+        Raises LifecycleError naming the first chunk that changed meanwhile, or is not of this chain; then nothing is
+        held.
         """
         if not isinstance(chain, Chain):
             raise _no_chain(chain)
-        arguments.buffer("exported", exported, "give the bytes of leases.export()")
+        given = arguments.buffer("exported", exported, "give the bytes of leases.export()")
+        families = None if geom is None else self.families(geom, chain.chunk_tokens)
+        count, broken = divmod(given.nbytes, DESCRIPTOR.size)
+        held: Chain = chain[:count] if families is None else chain[families.rule.first_needed(len(chain)) :]
+        if len(held) != count and not broken:
+            raise not_of(chain, count)
         try:
-            native = self._store.native.adopt(exported)
+            native = self._store.native.adopt(exported, held.identities)
             if len(native) != len(native.mask) and self._store.renew():
-                native = self._store.native.adopt(exported)
+                native = self._store.native.adopt(exported, held.identities)
         except NATIVE as error:
             raise translate(error) from None
         if len(native) != len(native.mask):
             missing = native.mask.index(0)
             native.release()
             raise LifecycleError(
-                f"chunk {missing} of the exported leases is gone: its generation or epoch has passed",
+                f"chunk {missing} of the exported leases is gone, or not of this chain: its generation or epoch has "
+                "passed, or it was acquired for another prompt",
                 code="adopt", chunk=missing,
             )  # fmt: skip
         verify, report = self._store.verify_reads, self._store.report_damage
-        if geom is None:
+        if families is None:
             return Leases(native, chain, verify=verify, report=report)
-        families = self.families(geom, chain.chunk_tokens)
         return families.adopted(native, chain, verify=verify, report=report)
 
     # -- what the bytes mean ------------------------------------------------------------------------------
@@ -265,8 +272,10 @@ class Namespace:
         deadline_s: float | None = None,
     ) -> Writes:
         """Reserve a slot for every chunk of `chain` that is not present: one object of `nbytes`, or these `members`, or
-        with `geom` the objects of a `split` that `rank` stores (a number is a tensor rank; None: those of all ranks).
+        with `geom` the objects of a `split` (a `kvd.Split`; without one: of a single rank) that `rank` stores (a number
+        is a tensor rank; None: those of all ranks).
 
+        Without `geom`, `split` is a number of the caller's own, 0 … 65,535, which is recorded with the families.
         `family_members`: how many members, numbered first, make a chunk complete (default: all that are written here).
         `groups`: only these groups of the geometry; states are usually stored at some boundaries only.
         `skip_pending`: leave out what another client is writing. Raises CapacityError (pool full of leased, pinned or
@@ -357,7 +366,11 @@ class Namespace:
         groups: Sequence[str | int] | None,
     ) -> _Wanted:
         if not isinstance(split, Split):
-            split = arguments.count("split", split, 0, 0xFFFF, "split")
+            if isinstance(split, bool) or not isinstance(split, int) or split != 0:
+                raise arguments.refusal(
+                    "split", split, "with geom= give a kvd.Split, such as Split(tp=4)", "split"
+                )
+            split = Split()
         objects, one = families.objects(split), rank_of(rank)
         parts: Sequence[Part] = objects.parts
         if one is not None:

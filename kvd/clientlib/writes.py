@@ -119,8 +119,9 @@ class Writes(Sequence["Write"]):
         """Fill the granted items of `cache`'s group from the engine's blocks; returns the bytes copied.
 
         `block_ids` holds the blocks of every chunk of this reservation in turn; of a state cache its one slot a chunk.
-        One native call for each member. Only for reservations with a geometry. Raises CompatibilityError naming a
-        member of which this rank has only a piece.
+        One native call for each member. Only for reservations with a geometry, that of `cache`. Raises
+        CompatibilityError for another geometry and naming a member of which this rank has only a piece, UsageError for
+        a cache of a group or rank that is not reserved.
         """
         families, objects = self._families, self._objects
         if families is None or objects is None:
@@ -130,11 +131,13 @@ class Writes(Sequence["Write"]):
                 "cache", cache, "give what ns.register(layout, tensors, geom=...) returned"
             )
         cache.check_open()
-        copied, width = 0, len(self._members)
+        cache.check_geometry(families.geometry)
+        copied, width, mine = 0, len(self._members), False
         for position, member in enumerate(self._members):
             copies = cache.write(families, objects, objects[member.index])
             if copies is None:
                 continue
+            mine = True
             rows = [
                 row for row, item in enumerate(range(position, len(self), width))
                 if self._granted[item] == _GRANTED and self._state[item] == _OPEN
@@ -150,6 +153,13 @@ class Writes(Sequence["Write"]):
             for item in items:
                 self._touched[item] = 1
             copied += copies.native.moved_bytes * len(rows)
+        if not mine and width and cache.stores(objects):
+            name = cache.geometry.groups[cache.group].name
+            raise UsageError(
+                f"none of the reserved members lies in this cache of group {name!r}, {cache.rank}: reserve that group, "
+                "for that rank",
+                code="group",
+            )  # fmt: skip
         return copied
 
     def publish(self) -> list[Published]:

@@ -41,7 +41,12 @@ class CoreConfig:
     strict_duplicates: bool = False  # tell a writer that somebody published other bytes under the same key
     journal_requests: int = 4096
     ghosts: int = 16384
-    partial_grace_ns: int = 1_000_000_000  # so long the other ranks have to publish their members
+    partial_grace_ns: int = (
+        1_000_000_000  # so long the other ranks have to publish their members, if room is wanted
+    )
+    partial_idle_ns: int = (
+        60_000_000_000  # and so long if it is not: half a family keeps other splits from writing it
+    )
     client_reserved_bytes_max: int = 1 << 62  # that one client may be writing at once
     answers_early: bool = False  # writers are answered by DoPublish, while the books are still being written
 
@@ -53,6 +58,7 @@ class CoreConfig:
             ("journal_requests", 0, 1 << 24),
             ("ghosts", 0, 1 << 24),
             ("partial_grace_ns", 0, 1 << 62),
+            ("partial_idle_ns", 0, 1 << 62),
             ("client_reserved_bytes_max", 1, 1 << 62),
         ):
             value = getattr(self, name)

@@ -87,7 +87,7 @@ class Core:
             Publish: self._publishing.publish,
             Clear: self._administration.clear,
             Withdraw: self._administration.withdraw,
-            Tick: lambda _: self._leaving.retry_limbo(),
+            Tick: reserving.tick,
             ClientGone: self._publishing.client_gone,
         }
         self._calls: dict[type[object], Callable[[Any], None]] = {

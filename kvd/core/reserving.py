@@ -1,4 +1,4 @@
-"""The first half of the write path: reserve.
+"""The first half of the write path: reserve. And what a tick brings, since it makes room by the same plans.
 
 Called by `Core.step`. A reservation is granted as a whole or refused as a whole; what was taken for one that
 is refused goes back. It claims what it lies behind before room is made for it, so that it never evicts its
@@ -12,7 +12,7 @@ from itertools import chain, compress
 
 from kvd.core.books import Books, Flow
 from kvd.core.columns import u32
-from kvd.core.events import NO_PLACE, NONE, DoReserve, ErrorReply, Reserve, ReservedReply, ReserveStatus
+from kvd.core.events import NO_PLACE, NONE, DoReserve, ErrorReply, Reserve, ReservedReply, ReserveStatus, Tick
 from kvd.core.leaving import Leaving
 from kvd.core.policy import HARD
 from kvd.core.reservations import LIVE, Reservation, check
@@ -25,6 +25,7 @@ PRESENT = int(ReserveStatus.PRESENT)
 PENDING = int(ReserveStatus.PENDING)
 
 leased_runs_max = 8192  # looked at to say what leases keep
+abandoned_plans_per_tick = 16  # a plan is half a prefix, with all its chunks
 
 _live = bytes([LIVE])
 _granted_mask = bytes([1]) + bytes(255)  # translate table: GRANTED -> 1, everything else -> 0
@@ -182,6 +183,19 @@ class Reserving:
             search.forget(run for run, _ in plan.cuts)  # their numbers are used again
             search.held.update(left.held_runs)
             missing = space.take(want)
+
+    def tick(self, _event: Tick) -> Flow[None]:
+        """What time alone brings: families in limbo come back, and halves that nobody goes on with leave."""
+        books, space = self._books, self._space
+        yield from self._leaving.retry_limbo()
+        search = Search()
+        for _ in range(abandoned_plans_per_tick):
+            plan = space.plan_partial(search, books.now_ns - books.config.partial_idle_ns)
+            if plan is None:
+                return
+            left = yield from self._leaving.evict(plan)
+            search.forget(run for run, _ in plan.cuts)
+            search.held.update(left.held_runs)
 
     def _refuse_impossible(self, want: Want) -> None:
         """Refuse before anything is evicted in vain."""

@@ -132,7 +132,7 @@ class Space:
         reason, size_class, count = short
         forest = self._forest
         if forest.partial:
-            plan = self._plan_partial(search, now_ns)
+            plan = self.plan_partial(search, now_ns - self._partial_grace_ns)
             if plan is not None:
                 return plan
         surplus = min(self._batch_families, forest.entries.used_count // surplus_divisor)
@@ -189,6 +189,23 @@ class Space:
             entries.extend(forest.members[run][-count:])
         return Plan(entries, ordered, reason)
 
+    def plan_partial(self, search: Search, before_ns: int) -> Plan | None:
+        """A family that was never completed, that nobody is writing the rest of, not touched since `before_ns`; and all
+        behind it.
+        """
+        forest = self._forest
+        is_pending = self._reservations.is_pending
+        for entry in forest.partial:
+            run = forest.run_of[entry]
+            if forest.touched_ns[run] > before_ns:
+                break  # the oldest stand first; a rank publishes its member a moment after another
+            if run in search.held or is_pending(forest.key8_of[entry]) or forest.policy.list_of[run] == HARD:
+                continue
+            plan = self.subtree({run: forest.members[run].index(entry)}, Reason.PARTIAL)
+            if not self._is_blocked(search, plan):
+                return plan
+        return None
+
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _may_leave(self, run: int, planned: dict[int, int]) -> bool:
@@ -197,21 +214,6 @@ class Space:
         if run in forest.claims:
             return False
         return all(planned.get(child) == len(forest.members[child]) for child in forest.children(run))
-
-    def _plan_partial(self, search: Search, now_ns: int) -> Plan | None:
-        """Families that were never completed, nobody is writing the rest of, and that had their time."""
-        forest = self._forest
-        is_pending = self._reservations.is_pending
-        for entry in forest.partial:
-            run = forest.run_of[entry]
-            if now_ns - forest.touched_ns[run] < self._partial_grace_ns:
-                break  # the oldest stand first; a rank publishes its member a moment after another
-            if run in search.held or is_pending(forest.key8_of[entry]) or forest.policy.list_of[run] == HARD:
-                continue
-            plan = self.subtree({run: forest.members[run].index(entry)}, Reason.PARTIAL)
-            if not self._is_blocked(search, plan):
-                return plan
-        return None
 
     def _is_blocked(self, search: Search, plan: Plan) -> bool:
         forest = self._forest

@@ -94,6 +94,14 @@ class Identity:
         """Bytes of one chunk, all groups and shards."""
         return self.bytes_per_token * self.chunk_tokens
 
+    def load_bytes(self, usable_tokens: int, new_tokens: int) -> int:
+        """Bytes of all shards to load for the last `new_tokens` of a usable prefix: of windows the chunks they see."""
+        total = 0
+        for group in self.geometry.groups:
+            seen = -(-group.kept_tokens(usable_tokens) // self.chunk_tokens) * self.chunk_tokens
+            total += group.bytes_per_token * min(new_tokens, seen)
+        return total
+
     def adapted(self, adapter: str) -> Manifest:
         """The manifest of requests that use a LoRA."""
         return self.manifest.replace(adapter=adapter)

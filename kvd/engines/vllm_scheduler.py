@@ -118,7 +118,7 @@ class SchedulerSide:
     def _pays(self, request: Any, computed_tokens: int, tokens: int) -> bool:
         if not self.identity.settings.break_even:
             return True
-        size_bytes = tokens * self.identity.bytes_per_token
+        size_bytes = self.identity.load_bytes(computed_tokens + tokens, tokens)
         if self.worth.pays(request.num_tokens - computed_tokens, tokens, size_bytes, time.monotonic_ns()):
             return True
         self.counters.add("loads_refused")

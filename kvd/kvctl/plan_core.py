@@ -35,6 +35,7 @@ class CoreCache:
         self._core.step(0, ev.ClientAttached(0, 1, "replay", writable=True))
         self._members = tuple(Member(index, OBJECT_BYTES) for index in range(members))
         self._batch_families = max(1, min(128, limits.batch_items_max // members))
+        self._numbers: dict[int, int] = {}  # name -> what its identity is made of: names may be of any size
         self._entry_of: dict[int, int] = {}
         self._name_of: dict[int, int] = {}
         self._items_of: dict[int, list[tuple[int, int]]] = {}  # entry -> record and place of each member
@@ -53,7 +54,7 @@ class CoreCache:
         matched = next((at for at, name in enumerate(chain) if name not in entry_of), len(chain))
         if chain:
             deepest = entry_of[chain[matched - 1]] if matched else ev.NONE
-            missed = chain[matched] + 1 if matched < len(chain) else 0
+            missed = self._number(chain[matched]) if matched < len(chain) else 0
             touch = ev.Touch(
                 self._request, self._now(now_ms), deepest, 0, matched, len(chain), missed, 0,
                 ev.TouchKind.ACQUIRE, 0,
@@ -76,6 +77,9 @@ class CoreCache:
             begin = end
         return Published(stored, evicted)
 
+    def _number(self, name: int) -> int:
+        return self._numbers.setdefault(name, len(self._numbers) + 1)
+
     def _now(self, now_ms: int) -> int:
         return now_ms * 1_000_000 + self._request
 
@@ -88,7 +92,7 @@ class CoreCache:
     def _write(self, chain: Sequence[int], begin: int, end: int, now_ms: int) -> int | None:
         """Families newly stored of chunks [begin, end); None if there is no room."""
         names, width = chain[begin:end], len(self._members)
-        keys = b"".join([(name + 1).to_bytes(8, "little") * 4 for name in names])
+        keys = b"".join([self._number(name).to_bytes(8, "little") * 4 for name in names])
         entries = array("I", [self._entry_of.get(name, ev.NONE) for name in names])
         present = b"".join([(b"\1" if entry != ev.NONE else b"\0") * width for entry in entries])
         parent = self._entry_of.get(chain[begin - 1], ev.NONE) if begin else ev.NONE

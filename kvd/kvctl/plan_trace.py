@@ -14,6 +14,7 @@ from kvd.errors import UsageError
 from kvd.plan.chunk import RecordedRequest, check_blocks
 
 trace_line_bytes_max = 4 << 20
+trace_id_max = (1 << 64) - 1  # hashes of blocks are 64 bits in the traces there are
 
 
 def read_trace(path: Path, requests_max: int, block_tokens: int | None = None) -> Iterator[RecordedRequest]:
@@ -66,15 +67,20 @@ def _trace_request(line: bytes, where: str) -> RecordedRequest:
         numbers.append(value)
     if "hash_ids" not in data:
         raise UsageError(
-            f"{where}: hash_ids is missing; allowed: a list of whole numbers >= 0",
-            code="trace",
-            field="hash_ids",
+            f"{where}: hash_ids is missing; allowed: a list of whole numbers", code="trace", field="hash_ids"
         )
     ids = data["hash_ids"]
-    if not isinstance(ids, list) or not all(type(value) is int and value >= 0 for value in ids):
+    if not isinstance(ids, list):
         raise UsageError(
-            f"{where}: hash_ids; allowed: a list of whole numbers >= 0", code="trace", field="hash_ids"
-        )
+            f"{where}: hash_ids is a {type(ids).__name__}; allowed: a list of whole numbers",
+            code="trace", field="hash_ids",
+        )  # fmt: skip
+    for value in ids:
+        if type(value) is not int or not 0 <= value <= trace_id_max:
+            raise UsageError(
+                f"{where}: hash_ids names {value!r}; allowed: whole numbers in 0 … {trace_id_max}",
+                code="trace", field="hash_ids",
+            )  # fmt: skip
     try:
         return RecordedRequest(numbers[0], numbers[1], numbers[2], tuple(ids))
     except UsageError as error:

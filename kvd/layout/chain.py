@@ -74,6 +74,8 @@ def check_chunk_tokens(chunk_tokens: int, *, block_tokens: int | None = None) ->
             f"chunk_tokens {chunk_tokens} is outside 1 … {limits.chunk_tokens_max}",
             code="chunk", chunk_tokens=chunk_tokens,
         )  # fmt: skip
+    if block_tokens is not None and (isinstance(block_tokens, bool) or not isinstance(block_tokens, int)):
+        raise UsageError(f"block_tokens {block_tokens!r} is not an integer", code="chunk")
     if block_tokens is not None and (block_tokens <= 0 or chunk_tokens % block_tokens):
         nearest = max(1, round(chunk_tokens / block_tokens)) * block_tokens if block_tokens > 0 else 0
         raise UsageError(

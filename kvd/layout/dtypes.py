@@ -43,7 +43,7 @@ def dtype_bits(dtype: str, *, field: str = "dtype") -> int:
     """Bits of one element of `dtype`. Raises UsageError(dtype) naming `field` and what is allowed."""
     if isinstance(dtype, str) and dtype in DTYPE_BITS:
         return DTYPE_BITS[dtype]
-    plain = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
+    plain = str(dtype).removeprefix("torch.")  # a torch.dtype too: most hold one
     hint = plain if plain in DTYPE_BITS else _SPELLINGS.get(plain.lower(), "")
     meant = f"; write {hint!r}" if hint else ""
     raise UsageError(

@@ -21,7 +21,6 @@ the smallest of their answers would not do, because a hybrid can be usable at 5 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from kvd.errors import UsageError
@@ -30,17 +29,7 @@ from kvd.layout.geometry import Geometry, Rule
 from kvd.layout.shards import Objects, Split
 
 RULE_NUMBERS: Final = {Rule.FULL: 0, Rule.WINDOW: 1, Rule.CHUNKED: 2, Rule.STATE: 3}
-"""How a rule is written into the table for the native matcher."""
-
-
-@dataclass(frozen=True, slots=True)
-class NativeRule:
-    """One row of the table that a native matcher walks: the rule, its window in tokens, its members' bits."""
-
-    rule: int
-    window: int
-    mask_low: int
-    mask_high: int
+"""How the native matcher names a rule."""
 
 
 class Completeness:
@@ -75,6 +64,10 @@ class Completeness:
             case Rule.STATE:
                 return max(0, chunks - 1)
         return chunks if first >= tokens else first // self.chunk_tokens
+
+    def first_needed(self, chunks: int) -> int:
+        """The first chunk that any group needs for a prefix of `chunks`."""
+        return min(self.first_chunk(group, chunks) for group in range(len(self.geometry.groups)))
 
     def usable_lengths(self, present: Sequence[int], splits: Sequence[int] | int) -> int:
         """All usable prefixes as bits: bit k is set if the first k chunks can be loaded. Bit 0 always is.
@@ -159,20 +152,6 @@ class Completeness:
                     )  # fmt: skip
                 needed[number] |= masks[group]
         return needed
-
-    def native_rules(self, split: Split) -> list[NativeRule]:
-        """The table for a native matcher: one row a group, in the order of the groups."""
-        masks = Objects(self.geometry, split, self.chunk_tokens).group_masks
-        low = (1 << 64) - 1
-        return [
-            NativeRule(RULE_NUMBERS[group.rule], group.window, mask & low, mask >> 64)
-            for group, mask in zip(self.geometry.groups, masks, strict=True)
-        ]
-
-    @property
-    def leading_only(self) -> bool:
-        """Whether usable means "leading complete families", so that the plain native match is the whole answer."""
-        return all(group.rule is Rule.FULL for group in self.geometry.groups)
 
 
 def longest(lengths: int) -> int:

@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvd import limits
 from kvd.errors import UsageError
@@ -33,6 +33,7 @@ LAYERS_MAX: Final = 4096
 HEADS_MAX: Final = 0xFFFF  # a member record holds 16 bits of a head range
 DIM_MAX: Final = 1 << 24
 WINDOW_MAX: Final = 1 << 30
+TOKENS_MAX: Final = 1 << 62
 
 
 class Rule(StrEnum):
@@ -55,6 +56,18 @@ def count(name: str, value: object, most: int, *, least: int = 1) -> int:
             code="geometry", field=name, value=str(value),
         )  # fmt: skip
     return value
+
+
+def items(name: str, values: object, kind: type | None = None) -> tuple[Any, ...]:
+    """A tuple of what a list holds, each of `kind`, or UsageError(geometry) that names the field and the value."""
+    if isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping):
+        found = tuple(values)
+        if kind is None or all(isinstance(value, kind) for value in found):
+            return found
+    what = "entries" if kind is None else f"{kind.__name__} each"
+    raise UsageError(
+        f"{name} is {values!r}; allowed is a list, {what}", code="geometry", field=name, value=str(values)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +131,14 @@ class Group:
     window: int = 0
 
     def __post_init__(self) -> None:
+        if self.rule not in _RULE_ORDER:
+            raise UsageError(
+                f"rule of a group is {self.rule!r}; allowed: {', '.join(_RULE_ORDER)}",
+                code="geometry", field="rule", value=str(self.rule),
+            )  # fmt: skip
         object.__setattr__(self, "rule", Rule(self.rule))
-        object.__setattr__(self, "layers", tuple(self.layers))
-        object.__setattr__(self, "planes", tuple(self.planes))
+        object.__setattr__(self, "layers", items("layers of a group", self.layers))
+        object.__setattr__(self, "planes", items("planes of a group", self.planes, Plane))
         if not self.layers or not self.planes:
             raise UsageError("a group needs layers and planes", code="geometry", field="group")
         for layer in self.layers:
@@ -192,6 +210,15 @@ class Group:
         """Bytes of one snapshot of all layers; 0 for what is kept per token."""
         return self.layer_bytes * len(self.layers) if self.rule is Rule.STATE else 0
 
+    def check_block(self, block_tokens: int) -> None:
+        """Raise UsageError(geometry) for a window that is smaller than a block of the engine."""
+        if self.windowed and self.window < block_tokens:
+            raise UsageError(
+                f"the window of {self.window} tokens is smaller than the engine's block of {block_tokens}; use a "
+                "smaller block",
+                code="geometry", field="window",
+            )  # fmt: skip
+
     def kept_tokens(self, tokens: int) -> int:
         """Tokens that the rule still needs after `tokens` of a sequence, to go on with the next one."""
         match self.rule:
@@ -230,8 +257,14 @@ def kv_planes(
     heads: int, k_dim: int, v_dim: int, k_dtype: str, v_dtype: str | None = None, scales: Scales | None = None
 ) -> tuple[Plane, ...]:
     """The planes of an attention layer: k, v and, if K and V are quantised, their scales."""
-    planes = [Plane("k", heads, k_dim, k_dtype), Plane("v", heads, v_dim, v_dtype or k_dtype)]
+    v_type = k_dtype if v_dtype is None else v_dtype
+    planes = [Plane("k", heads, k_dim, k_dtype), Plane("v", heads, v_dim, v_type)]
     if scales is not None:
+        if not isinstance(scales, Scales):
+            raise UsageError(
+                f"scales is {scales!r}; allowed: kvd.layout.geometry.Scales(dtype, group_dim, zero_points)",
+                code="geometry", field="scales",
+            )  # fmt: skip
         planes += [scale for plane in list(planes) for scale in scales.planes(plane)]
     return tuple(planes)
 
@@ -251,7 +284,11 @@ class Geometry:
     def __init__(
         self, groups: Iterable[Group], layers_count: int | None = None, architecture: str = ""
     ) -> None:
-        ordered = tuple(sorted(groups, key=lambda g: (_RULE_ORDER.index(g.rule), g.window, g.layers)))
+        ordered = tuple(
+            sorted(
+                items("groups", groups, Group), key=lambda g: (_RULE_ORDER.index(g.rule), g.window, g.layers)
+            )
+        )
         if not ordered:
             raise UsageError("a geometry needs at least one group", code="geometry", field="groups")
         last = max(group.layers[-1] for group in ordered)
@@ -291,10 +328,14 @@ class Geometry:
     ) -> Geometry:
         """By hand, for attention in every layer. With `window`, `window_layers` slide (all, if not given)."""
         count("layers", layers, LAYERS_MAX)
-        planes = kv_planes(kv_heads, head_dim, v_head_dim or head_dim, dtype, v_dtype, scales)
+        v_dim = head_dim if v_head_dim is None else v_head_dim
+        planes = kv_planes(kv_heads, head_dim, v_dim, dtype, v_dtype, scales)
         if window_layers is not None and not window:
             raise UsageError("window_layers without a window", code="geometry", field="window")
-        sliding = set(range(layers) if window_layers is None else window_layers) if window else set()
+        sliding: set[int] = set()
+        if window:
+            slide = range(layers) if window_layers is None else items("window_layers", window_layers, int)
+            sliding = {count("window_layers", layer, layers - 1, least=0) for layer in slide}
         kept = [layer for layer in range(layers) if layer not in sliding]
         groups = [Group(Rule.FULL, tuple(kept), planes)] if kept else []
         if sliding:
@@ -327,7 +368,9 @@ class Geometry:
         """
         from kvd.layout import hf
 
-        types = hf.Types(dtype, v_dtype or dtype, scales, state_dtype, conv_dtype, conv_columns_less)
+        types = hf.Types(
+            dtype, dtype if v_dtype is None else v_dtype, scales, state_dtype, conv_dtype, conv_columns_less
+        )
         return hf.read(config, types)
 
     @property
@@ -356,10 +399,13 @@ class Geometry:
 
     def stored_bytes(self, tokens: int, *, snapshots: int = 1) -> int:
         """Bytes of all objects of `tokens` tokens of one prefix, with that many state snapshots."""
+        count("tokens", tokens, TOKENS_MAX, least=0)
+        count("snapshots", snapshots, TOKENS_MAX, least=0)
         return self.bytes_per_token * tokens + self.state_bytes * snapshots
 
     def resident_bytes(self, tokens: int) -> int:
         """Bytes an engine must hold to go on after `tokens` tokens: windows cut to what they still see."""
+        count("tokens", tokens, TOKENS_MAX, least=0)
         kept = sum(group.bytes_per_token * group.kept_tokens(tokens) for group in self.groups)
         return kept + self.state_bytes
 
@@ -387,13 +433,10 @@ class Geometry:
         check_chunk_tokens(chunk_tokens, block_tokens=block_tokens)
         if block_tokens:
             for group in self.groups:
-                if group.windowed and group.window < block_tokens:
-                    raise UsageError(
-                        f"the window of {group.window} tokens is smaller than the engine's block of "
-                        f"{block_tokens}; use a smaller block",
-                        code="geometry", field="window",
-                    )  # fmt: skip
+                group.check_block(block_tokens)
         chosen = split if split is not None else shards.Split(tp=tp, pp=pp, cp=cp)
+        if not isinstance(chosen, shards.Split):
+            raise UsageError(f"split is {split!r}; allowed: a kvd.Split", code="split", field="split")
         if split is not None and (tp, pp, cp) != (1, 1, 1):
             raise UsageError("give either split= or tp=, pp=, cp=, not both", code="split")
         return shards.Objects(self, chosen, chunk_tokens)
@@ -401,7 +444,7 @@ class Geometry:
 
 def tail_waste_tokens(tokens: int, block_tokens: int) -> int:
     """Token slots of the last block that a sequence leaves empty: ceil(S / b) x b - S."""
-    count("tokens", tokens, 1 << 62, least=0)
+    count("tokens", tokens, TOKENS_MAX, least=0)
     return -tokens % count("block_tokens", block_tokens, limits.chunk_tokens_max)
 
 

@@ -146,8 +146,10 @@ class Manifest:
         _refuse_missing(given)
         fields: dict[str, object] = {**given, "format_version": format_version, "extra": extra or {}}
         _check(fields)
+        encoded = _MAGIC + encoding.encode(
+            fields, where="manifest"
+        )  # first: freezing takes only what has an encoding
         frozen = {name: encoding.freeze(value) for name, value in fields.items()}
-        encoded = _MAGIC + encoding.encode(frozen, where="manifest")
         if len(encoded) > limits.manifest_bytes_max:
             raise _bad(
                 "manifest",
@@ -254,7 +256,10 @@ def _refuse_unknown(names: Iterable[str], *, inside: str = "") -> None:
 
 
 def _apply_fixed(given: dict[str, object], fixed: str | Iterable[str]) -> None:
-    names = {fixed} if isinstance(fixed, str) else set(fixed)
+    listed = [fixed] if isinstance(fixed, str) else [*fixed] if isinstance(fixed, Iterable) else [None]
+    names = {name for name in listed if isinstance(name, str)}
+    if not all(isinstance(name, str) for name in listed):
+        raise _bad("fixed", f"is {fixed!r}", "a list of field names, or '*'")
     everything = "*" in names
     names.discard("*")
     for name in sorted(names):

@@ -32,7 +32,7 @@ from typing import Final
 from kvd.errors import CompatibilityError, InvariantError, UsageError
 from kvd.layout import encoding, strided
 from kvd.layout.dtypes import dtype_bits
-from kvd.layout.geometry import HEADS_MAX, LAYERS_MAX, Group, Plane, Rule, count
+from kvd.layout.geometry import HEADS_MAX, LAYERS_MAX, Group, Plane, Rule, count, items
 from kvd.layout.shards import BandLayout, Part, band_layouts
 
 AXES: Final = frozenset("LBPHND")
@@ -82,12 +82,17 @@ class PagedLayout:
     _inside: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for name, text in (("order", self.order), ("separate", self.separate or "")):
+            if not isinstance(text, str):
+                raise self._bad(name, f"is {text!r}", "axis letters, or a name")
+        if not isinstance(self.strides, Mapping):
+            raise self._bad("strides", f"is {self.strides!r}", "bytes by axis letter, like {'B': 4096}")
         order, separate = NAMED.get(self.order, (self.order, None))
         if self.separate is not None:
             separate = self.separate
         _set(self, "order", order)
         _set(self, "separate", separate or "")
-        _set(self, "planes", tuple(self.planes))
+        _set(self, "planes", items("planes of a paged layout", self.planes, Plane))
         _set(self, "strides", dict(self.strides))
         self._check_axes()
         count("layers of a paged layout", self.layers, LAYERS_MAX)
@@ -423,11 +428,7 @@ def plan(layout: PagedLayout, group: Group, part: Part) -> PagedPlan:
             f"{layout.block_tokens} tokens; choose a chunk size that is",
             code="chunk", block_tokens=layout.block_tokens,
         )  # fmt: skip
-    if group.windowed and group.window < layout.block_tokens:
-        raise UsageError(
-            f"the window of {group.window} tokens is smaller than the engine's block of {layout.block_tokens}",
-            code="geometry", field="window",
-        )  # fmt: skip
+    group.check_block(layout.block_tokens)
     (band,) = band_layouts(group, part)
     layers = (
         max(part.layers[0], layout.first_layer),

@@ -1,14 +1,16 @@
 """Placement: on which host an object is kept, as pure functions of its identity.
 
-Pure. Two policies behind one interface. Both need nothing but the list of hosts: no table, no master; when a host
-leaves, only what it held moves (rendezvous hashing).
+Pure. Two policies behind one interface. Both need nothing but the list of hosts: no table, no master.
 
-*Uniform* hashes each object by itself: even load, but the chunks of one window lie anywhere.
+*Uniform* hashes each object by itself: even load, but the chunks of one window lie anywhere. When a host leaves, only
+what it held moves (rendezvous hashing).
 
 *Attention-aware* places by (head group, position window). Hosts are dealt out in columns, one for each head group,
 so that a head group is kept where its rank runs; within a column all chunks of a position window go to one host,
 chosen by the identity of the window's first chunk. A window of W tokens that is read at any position spans at most two
-position windows if W is at most `window_tokens`, so one layer's read touches at most two hosts a head group.
+position windows if W is at most `window_tokens`, so one layer's read touches at most two hosts a head group. Columns
+follow the places in the list: a host that leaves is replaced where it stood, and only what it held moves. Taken out of
+the middle, it shifts the columns behind it, and nearly everything moves.
 """
 
 from __future__ import annotations

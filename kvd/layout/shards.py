@@ -63,13 +63,12 @@ class Split:
         for name, value, most in (("tp", self.tp, TP_MAX), ("pp", self.pp, PP_MAX)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise self._refused(name, value, f"1 … {most}")
-        if self.cp not in CP_ALLOWED:
+        if isinstance(self.cp, bool | float) or self.cp not in CP_ALLOWED:  # 1.0 and True equal 1
             raise self._refused("cp", self.cp, ", ".join(map(str, CP_ALLOWED)))
-        if self.cp_interleave_tokens not in CP_INTERLEAVES:
+        interleave = self.cp_interleave_tokens
+        if isinstance(interleave, bool | float) or interleave not in CP_INTERLEAVES:
             allowed = ", ".join(map(str, CP_INTERLEAVES))
-            raise self._refused(
-                "cp_interleave_tokens", self.cp_interleave_tokens, f"{allowed} (0: contiguous)"
-            )
+            raise self._refused("cp_interleave_tokens", interleave, f"{allowed} (0: contiguous)")
         if self.pp_rule not in PP_RULES:
             raise self._refused("pp_rule", self.pp_rule, ", ".join(PP_RULES))
         if self.cp == 1 and self.cp_interleave_tokens:
@@ -150,7 +149,7 @@ class Split:
         if self.cp == 1:
             return ((0, chunk_tokens),)
         run = self.cp_interleave_tokens or chunk_tokens // self.cp
-        if chunk_tokens % (run * self.cp) or not run:
+        if not run or chunk_tokens % (run * self.cp):
             raise UsageError(
                 f"chunk_tokens {chunk_tokens} cannot be dealt out to {self.cp} context ranks in runs of {run or 1}; "
                 f"allowed: multiples of {(run or 1) * self.cp}",

@@ -7,12 +7,15 @@ sequence. The plan has the same form as that of a paged layout, with one block, 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Final
 
 from kvd.errors import CompatibilityError, UsageError
 from kvd.layout import encoding, strided
-from kvd.layout.geometry import LAYERS_MAX, Group, Plane, Rule, count
+from kvd.layout.dtypes import dtype_bits
+from kvd.layout.geometry import HEADS_MAX, LAYERS_MAX, Group, Plane, Rule, count
 from kvd.layout.paged import BLOCKS_MAX, Entry, PagedPlan, loops_product
 from kvd.layout.shards import Part, band_layouts
 
@@ -67,12 +70,15 @@ class StateLayout:
             )  # fmt: skip
         count("layers of a state layout", self.layers, LAYERS_MAX)
         count("slots of a state layout", self.slots, BLOCKS_MAX)
+        count("first_layer", self.first_layer, LAYERS_MAX, least=0)
         if not self.first_heads:
             object.__setattr__(self, "first_heads", (0,) * len(self.planes))
         if len(self.first_heads) != len(self.planes):
             raise UsageError(
                 "state layout: first_heads has one entry a plane", code="paged", field="first_heads"
             )
+        for first in self.first_heads:
+            count("first_heads", first, HEADS_MAX, least=0)
 
     @property
     def fingerprint(self) -> str:
@@ -100,6 +106,37 @@ class StateLayout:
     def slot_bytes(self, tensor: int) -> int:
         """Bytes of one slot of a tensor (0-based within a layer)."""
         return sum(plane.size_bytes for plane in self.planes if plane.name in self.tensors[tensor])
+
+    def verify(
+        self, shape: Sequence[int], strides_bytes: Sequence[int], dtype: str, *, tensor: int = 0
+    ) -> None:
+        """Refuse a tensor that is not [slots, …], dense, with the bytes and the type of its planes in each slot.
+
+        `tensor` is its number within a layer, `dtype` as torch names it. A tensor of raw bytes ("uint8") may hold any
+        planes; planes of different types in one tensor can only be verified so. Raises CompatibilityError(paged).
+        """
+        kinds = {plane.dtype for plane in self.planes if plane.name in self.tensors[tensor]}
+        if dtype != "uint8" and kinds != {dtype}:
+            raise self._mismatch(tensor, "element type", dtype, " and ".join(sorted(kinds)))
+        element = dtype_bits(dtype) // 8
+        size_bytes = self.slots * self.slot_bytes(tensor)
+        if not shape or shape[0] != self.slots or prod(shape) * element != size_bytes:
+            held = f"{self.slots} slots of {self.slot_bytes(tensor)} B"
+            raise self._mismatch(tensor, "shape", f"{tuple(shape)} of {dtype}", held)
+        expected = element
+        for axis in reversed(range(len(shape))):
+            if shape[axis] > 1 and strides_bytes[axis] != expected:
+                raise self._mismatch(
+                    tensor, f"stride of axis {axis} in bytes", strides_bytes[axis], f"{expected}, dense"
+                )
+            expected *= shape[axis]
+
+    def _mismatch(self, tensor: int, what: str, found: object, described: object) -> CompatibilityError:
+        return CompatibilityError(
+            f"the tensor of {', '.join(self.tensors[tensor])} does not match its state layout: {what} is {found}, "
+            f"described as {described}; describe the layout the engine really has",
+            code="paged", found=str(found), described=str(described),
+        )  # fmt: skip
 
     def plan(self, group: Group, part: Part) -> PagedPlan:
         """Copies between one slot and the snapshot `part`; what both hold. Errors as

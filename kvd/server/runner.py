@@ -174,11 +174,12 @@ class Runner:
         self._touches_of(client)
         self._drain_touches()
         indices = bytes([member.index for member in ask.members])
+        shape = (ask.split, ask.family_members)
         if ask.parent == _NO_PARENT:
-            entries, present = self._domain.table.probe(ask.keys, indices)
+            entries, present = self._domain.table.probe(ask.keys, indices, shape)
             parent_entry = ev.NONE
         else:
-            entries, present = self._domain.table.probe(ask.parent + ask.keys, indices)
+            entries, present = self._domain.table.probe(ask.parent + ask.keys, indices, shape)
             parent_entry = int.from_bytes(entries[:4], "little")
             entries, present = entries[4:], present[len(indices) :]
         self._domain.step(

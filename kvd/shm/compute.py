@@ -47,6 +47,10 @@ def _usage(error: Exception, code: str) -> UsageError:
     return UsageError(str(error), code=code)
 
 
+def _paged_usage(error: Exception) -> UsageError:
+    return _usage(error, "block-ids" if str(error).startswith("block_ids") else "paged")
+
+
 def checksum(buf: Buffer, seed: int = 0) -> int:
     """XXH3, 64 bits, of a buffer; `seed` 0 … 2^64 - 1."""
     try:
@@ -158,22 +162,25 @@ def gather(
     """Fill `objects` (each exactly plan.object_bytes) from the paged `tensors`.
 
     `block_ids` holds blocks_per_object ids for each object in turn. The plan must fill the whole object. Everything is
-    checked before the first byte moves. Raises UsageError(paged).
+    checked before the first byte moves. Raises UsageError(paged, block-ids).
     """
     try:
         _native.paged_copy(plan, GATHER, objects, tensors, block_ids)
     except _NATIVE_ERRORS as error:
-        raise _usage(error, "paged") from None
+        raise _paged_usage(error) from None
 
 
 def scatter(
     plan: PagedPlan, objects: Sequence[Buffer], tensors: Sequence[Buffer], block_ids: Integers
 ) -> None:
-    """Write `objects` into the paged `tensors`; as `gather`, the other way, and the plan may read part of an object."""
+    """Write `objects` into the paged `tensors`: as `gather`, the other way.
+
+    The plan may read part of an object. No block may be named twice: what it held would be another object's.
+    """
     try:
         _native.paged_copy(plan, SCATTER, objects, tensors, block_ids)
     except _NATIVE_ERRORS as error:
-        raise _usage(error, "paged") from None
+        raise _paged_usage(error) from None
 
 
 def strided_plan(copies: Sequence[StridedCopy]) -> StridedPlan:

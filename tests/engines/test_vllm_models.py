@@ -58,7 +58,10 @@ def test_latent_attention(running: Any) -> None:
     len(os.sched_getaffinity(0)) < 2, reason="tensor parallelism on a CPU needs a core a worker"
 )
 def test_tensor_parallelism(running: Any) -> None:
-    """A11, TP 2: each worker stores and loads its heads; the scheduler's one lease serves both, in four processes."""
+    """A11, TP 2: each worker stores and loads its heads; the scheduler's one lease serves both, in four processes.
+
+    Then the same at TP 1: the split is recorded with the families and no part of their names.
+    """
     cores = sorted(os.sched_getaffinity(0))[:2]
     given = {
         "in_process": False, "environment": {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores))},
@@ -72,6 +75,12 @@ def test_tensor_parallelism(running: Any) -> None:
     assert second["counters"]["hit_tokens"] == PREFIX
     assert second["counters"]["loaded_bytes"] == first["counters"]["saved_bytes"] > 0
     assert second["counters"]["hook_errors"] == second["counters"]["load_failures"] == 0
+    # One worker reads what two wrote, put together on the way; an empty or shuffled head would change tokens.
+    alone = scenario("one_run", socket=running.socket)
+    assert alone["run"]["tokens"] == first["run"]["tokens"]
+    assert alone["run"]["cached"] == alone["counters"]["hit_tokens"] == PREFIX
+    assert alone["counters"]["loaded_bytes"] == first["counters"]["saved_bytes"]
+    assert alone["counters"]["hook_errors"] == alone["counters"]["load_failures"] == 0
 
 
 def test_a_prompt_of_1024_chunks(running: Any) -> None:

@@ -245,6 +245,12 @@ def test_another_process_adopts_exported_leases(daemon: Any) -> None:
         exported = leases.export()
         theirs = worker.namespace(manifest())
         adopted = theirs.adopt(exported, theirs.chain_of(bytes(chain.identities), CHUNK))
+        for other, said in (
+            (chain[1:], "4 adopted leases"),
+            (ns.chain(tokens(4, seed=9), CHUNK), "not of this chain"),
+        ):
+            with pytest.raises(LifecycleError, match=said):
+                theirs.adopt(exported, other)
         leases.release()
         scheduler.call("clear")
         assert [bytes(lease.view) for lease in adopted] == data

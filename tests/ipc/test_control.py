@@ -482,7 +482,10 @@ def test_garbage_is_counted_and_told(daemon):
     assert raw.receive()["error"]["code"] == "KVD-PROTOCOL-HANDSHAKE"
     assert one.call("status")["counters"]["client_protocol_errors"] == 4
     assert "kvd_client_protocol_errors_total 4" in one.call("metrics")
-    lines = [line for line in one.log_text().splitlines() if "malformed_messages" in line]
+    # The daemon answers before its log is on the disk.
+    lines = until(
+        lambda: [line for line in one.log_text().splitlines() if "malformed_messages" in line], "the line"
+    )
     assert len(lines) == 1
     assert f'"uid": {os.getuid()}' in lines[0]
     assert f'"pid": {os.getpid()}' in lines[0]

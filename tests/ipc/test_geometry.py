@@ -6,146 +6,31 @@ group, `memory` lays it out as an engine's tensors with noise around it, and eve
 
 from __future__ import annotations
 
-from array import array
 from typing import Any
 
 import numpy as np
 import pytest
+from geometry_world import (
+    BLOCK,
+    CHUNK,
+    DIM,
+    FULL,
+    HEADS,
+    HYBRID,
+    LATENT,
+    LAYERS,
+    STATE_PLANES,
+    Engine,
+    Prompt,
+    manifest,
+    read,
+    state_cache,
+    tokens,
+    write,
+)
 
 import kvd
-from kvd.errors import CompatibilityError, LifecycleError, UsageError
-from kvd.layout.geometry import kv_planes
-
-CHUNK, BLOCK, LAYERS, HEADS, DIM = 8, 4, 3, 8, 6
-FULL = kvd.Geometry.attention(layers=LAYERS, kv_heads=HEADS, head_dim=DIM, dtype="bfloat16")
-LATENT = kvd.Geometry.latent(layers=2, latent_dim=16, rope_dim=4, dtype="bfloat16")
-STATE_PLANES = (kvd.Plane("ssm", 4, 6, "float32"),)
-HYBRID = kvd.Geometry([
-    kvd.Group(kvd.Rule.FULL, (0, 3), kv_planes(4, DIM, DIM, "bfloat16")),
-    kvd.Group(kvd.Rule.WINDOW, (1,), kv_planes(4, DIM, DIM, "bfloat16"), 10),
-    kvd.Group(kvd.Rule.STATE, (2,), STATE_PLANES),
-])  # fmt: skip
-AXES = {"L": 0, "P": 1, "H": 2, "B": 3, "N": 4, "D": 5}
-
-
-def manifest(**changes: Any) -> kvd.Manifest:
-    fields = {"model": "m", "revision": "r1", "dtype": "bfloat16", "tenant": "", "salt": "", "fixed": "*"}
-    return kvd.Manifest(**{**fields, **changes})
-
-
-def tokens(count: int, seed: int = 1) -> array[int]:
-    return array("I", np.random.default_rng(seed).integers(0, 50_000, count, dtype=np.uint32).tobytes())
-
-
-class Prompt:
-    """The true KV of a prompt: for each token group bytes [layer, plane, head, token, row]."""
-
-    def __init__(self, geom: kvd.Geometry, chunks: int, seed: int = 1) -> None:
-        rng = np.random.default_rng(seed)
-        self.geom, self.chunks = geom, chunks
-        self.groups = [
-            None
-            if group.rule is kvd.Rule.STATE
-            else [
-                rng.integers(
-                    0, 256, (len(group.layers), plane.heads, chunks * CHUNK, plane.row_bytes), dtype=np.uint8
-                )
-                for plane in group.planes
-            ]
-            for group in geom.groups
-        ]
-
-
-class Engine:
-    """One rank: which heads and layers of a group it keeps, in which layout, and its tensors."""
-
-    def __init__(
-        self, prompt: Prompt, *, group: int = 0, tp: int = 1, rank: int = 0, order: str = "vllm-hnd",
-        blocks: int = 0, layers: tuple[int, int] | None = None, seed: int = 3,
-    ) -> None:  # fmt: skip
-        described = prompt.geom.groups[group]
-        self.group, self.prompt = group, prompt
-        self.heads = max(1, described.heads // tp)
-        self.first = rank * described.heads // tp
-        self.layers = layers or (0, len(described.layers))
-        self.planes = tuple(kvd.Plane(p.name, self.heads, p.dim, p.dtype) for p in described.planes)
-        self.blocks = blocks or prompt.chunks * CHUNK // BLOCK + 3
-        self.layout = kvd.PagedLayout(
-            order, self.planes, self.layers[1] - self.layers[0], self.blocks, BLOCK,
-            first_layer=self.layers[0], first_head=self.first,
-        )  # fmt: skip
-        self.rng = np.random.default_rng(seed)
-        order_ids = self.rng.permutation(self.blocks)
-        self.ids = order_ids[: prompt.chunks * CHUNK // BLOCK].astype(np.int64)
-        self.noise = [
-            self.rng.integers(0, 256, (self.layers[1] - self.layers[0], self.heads, self.blocks, BLOCK, p.row_bytes),
-                              dtype=np.uint8)
-            for p in self.planes
-        ]  # fmt: skip
-
-    def memory(self, *, chunks: int | range = 0) -> list[np.ndarray]:
-        """Tensors with the first `chunks` chunks of the prompt (or those of a range) in their blocks."""
-        wanted = range(chunks) if isinstance(chunks, int) else chunks
-        truth = self.prompt.groups[self.group]
-        assert truth is not None
-        filled = []
-        for plane, noise in zip(truth, self.noise, strict=True):
-            data = noise.copy()
-            mine = plane[self.layers[0] : self.layers[1], self.first : self.first + self.heads]
-            per = CHUNK // BLOCK
-            for chunk in wanted:
-                for slot in range(per):
-                    at = chunk * CHUNK + slot * BLOCK
-                    data[:, :, self.ids[chunk * per + slot]] = mine[:, :, at : at + BLOCK]
-            filled.append(data)
-        return self._arranged(filled)
-
-    def _arranged(self, planes: list[np.ndarray]) -> list[np.ndarray]:
-        separate, axes = self.layout.separate_axes, self.layout.axes
-        inside = "P" not in separate and axes.endswith("PD")
-        if inside:  # planes side by side, of any sizes
-            data = np.concatenate(planes, axis=-1)[:, None]  # L 1 H B N D
-        else:
-            data = np.stack(planes, axis=1)  # L P H B N D
-        data = data.transpose([AXES[a] for a in separate] + [AXES[a] for a in axes if a not in separate])
-        data = np.ascontiguousarray(data).reshape(-1, *data.shape[len(separate) :])
-        if inside:
-            data = data.reshape(*data.shape[:-2], data.shape[-1])
-        return [np.ascontiguousarray(one) for one in data]
-
-
-def write(
-    ns: kvd.Namespace, chain: kvd.Chain, engine: Engine, split: kvd.Split, rank: Any, **options: Any
-) -> list[kvd.Published]:
-    """What a rank does after prefill."""
-    geom = engine.prompt.geom
-    chunks = range(chain.start, chain.start + len(chain))
-    cache = ns.register(
-        engine.layout, engine.memory(chunks=engine.prompt.chunks), geom=geom, group=engine.group,
-        name=str(engine.layout.fingerprint),
-    )  # fmt: skip
-    per = CHUNK // BLOCK
-    with ns.reserve(chain, geom=geom, split=split, rank=rank, **options) as writes:
-        writes.gather(cache, engine.ids[chunks.start * per : chunks.stop * per])
-        return writes.publish()
-
-
-def read(ns: kvd.Namespace, chain: kvd.Chain, engine: Engine, **options: Any) -> int:
-    """What a rank does before prefill; checks every byte of its tensors, the untouched ones too."""
-    tensors = engine.memory()
-    cache = ns.register(
-        engine.layout, tensors, geom=engine.prompt.geom, group=engine.group, name="reader", **options
-    )
-    with ns.acquire(chain, engine.prompt.geom) as leases:
-        chunks, per = leases.chunks(engine.group), CHUNK // BLOCK
-        copied = leases.scatter(cache, engine.ids[chunks.start * per : chunks.stop * per])
-        usable = leases.usable_chunks
-    cache.close()
-    expected = engine.memory(chunks=chunks)
-    assert all(np.array_equal(a, b) for a, b in zip(tensors, expected, strict=True))
-    row = sum(plane.size_bytes for plane in engine.planes) * engine.layout.layers
-    assert copied == len(chunks) * CHUNK * row
-    return usable
+from kvd.errors import LifecycleError, UsageError
 
 
 @pytest.fixture
@@ -214,6 +99,48 @@ def test_stages_and_context_ranks_are_put_together(ns: kvd.Namespace, split: kvd
     assert read(ns, chain, Engine(prompt, layers=(1, 3))) == 3
 
 
+def fill(ns: kvd.Namespace, chain: kvd.Chain, geom: kvd.Geometry, split: kvd.Split, rank: Any) -> list[Any]:
+    """What publish says of each item of a rank; what is not granted is not filled."""
+    with ns.reserve(chain, geom=geom, split=split, rank=rank) as writes:
+        for one in writes:
+            if one.status is kvd.Granted.GRANTED:
+                one.view[:] = b"\1" * len(one.view)
+        return list(writes.publish())
+
+
+def test_a_family_is_never_put_together_from_two_splits(ns: kvd.Namespace) -> None:
+    """Half a family of TP 2 and the other half's number from PP 2, of the same size: other bytes under one name.
+
+    Fails if a member is taken by its number alone.
+    """
+    geom = kvd.Geometry.attention(layers=2, kv_heads=2, head_dim=8, dtype="bfloat16")
+    chain = ns.chain(tokens(2 * CHUNK + 1), CHUNK)
+    stages, ranks = kvd.Split(pp=2), kvd.Split(tp=2)
+    halves = [geom.objects(chunk_tokens=CHUNK, split=split)[1].size_bytes for split in (stages, ranks)]
+    assert halves[0] == halves[1]
+    assert fill(ns, chain, geom, ranks, kvd.Rank(tp=0)) == [kvd.Published.PUBLISHED] * 2
+    assert fill(ns, chain, geom, stages, kvd.Rank(pp=1)) == [kvd.Published.SKIPPED] * 2
+    assert ns.match(chain, geom) == ns.match(chain) == 0
+    assert fill(ns, chain, geom, ranks, kvd.Rank(tp=1)) == [kvd.Published.PUBLISHED] * 2
+    assert ns.match(chain, geom) == 2
+
+
+def test_a_second_writer_of_another_split_is_told_present_before_it_copies(ns: kvd.Namespace) -> None:
+    """Spec 2.3, with groups whose members have other numbers in the other split. Fails if `present` is looked up by
+    number alone: then slots are granted, filled and thrown away.
+    """
+    geom = kvd.Geometry.attention(
+        layers=2, kv_heads=4, head_dim=8, dtype="bfloat16", window=32, window_layers=[1]
+    )
+    chain = ns.chain(tokens(2 * CHUNK + 1), CHUNK)
+    for rank in range(2):
+        assert fill(ns, chain, geom, kvd.Split(tp=2), rank) == [kvd.Published.PUBLISHED] * 4
+    for tp in (4, 1):
+        for rank in range(tp):
+            assert set(fill(ns, chain, geom, kvd.Split(tp=tp), rank)) == {kvd.Published.SKIPPED}
+    assert ns.match(chain, geom) == 2
+
+
 def test_a_latent_cache_is_stored_once_for_all_ranks(store: kvd.Store, ns: kvd.Namespace) -> None:
     """Row E4. Fails if a rank that shares its heads with an earlier one stores them again."""
     prompt, split = Prompt(LATENT, 4), kvd.Split(tp=4)
@@ -227,12 +154,6 @@ def test_a_latent_cache_is_stored_once_for_all_ranks(store: kvd.Store, ns: kvd.N
             leases[0].member_view(1)
     for _ in range(3):
         assert read(ns, chain, Engine(prompt, order="sglang-mla-page-first")) == 4
-
-
-def state_cache(ns: kvd.Namespace, slots: int, data: bytes, name: str) -> tuple[Any, bytearray]:
-    layout = kvd.StateLayout((("ssm",),), STATE_PLANES, 1, slots)
-    tensor = bytearray(data)
-    return ns.register(layout, [tensor], geom=HYBRID, group="state", name=name), tensor
 
 
 def test_a_hybrid_is_usable_where_every_group_is_there(ns: kvd.Namespace) -> None:
@@ -284,6 +205,9 @@ def test_a_window_model_leases_only_what_it_still_sees(ns: kvd.Namespace) -> Non
             assert adopted.chunks() == range(4, 6)
         with pytest.raises(LifecycleError, match="2 adopted leases"):
             ns.adopt(exported, chain[:1], geom)
+        other = ns.chain(tokens(6 * CHUNK + 1, seed=2), CHUNK)
+        with pytest.raises(LifecycleError, match="not of this chain"):
+            ns.adopt(exported, other[:6], geom)
     assert read(ns, chain, engine) == 6
 
 
@@ -304,48 +228,6 @@ def test_the_last_token_is_always_computed(ns: kvd.Namespace) -> None:
     assert prompt.chunks == 4
 
 
-def test_a_changed_layout_is_refused_where_it_is_registered(ns: kvd.Namespace) -> None:
-    """Row A8. Fails if a registration does not compare layouts, or a tensor is not compared with its layout."""
-    engine = Engine(Prompt(FULL, 2))
-    cache = ns.register(engine.layout, engine.memory(), geom=FULL)
-    ns.register(engine.layout, engine.memory(), geom=FULL)
-    other = Engine(Prompt(FULL, 2), order="vllm-nhd")
-    with pytest.raises(CompatibilityError, match="axes: 'LBHNPD' registered, 'LBNHPD' now") as caught:
-        ns.register(other.layout, other.memory(), geom=FULL)
-    assert caught.value.fields["registered"] == cache.fingerprint
-    again = ns.register(other.layout, other.memory(), geom=FULL, name="another engine")
-    assert again.fingerprint != cache.fingerprint
-    with pytest.raises(CompatibilityError, match="shape"):
-        ns.register(engine.layout, other.memory(), geom=FULL)
-    with pytest.raises(CompatibilityError, match="2 tensors for a layout of 3"):
-        ns.register(engine.layout, engine.memory()[:2], geom=FULL)
-    transposed = [t.transpose(0, 2, 1, 3) for t in other.memory()]
-    with pytest.raises(CompatibilityError, match="stride"):
-        ns.register(engine.layout, transposed, geom=FULL)
-    again.close()
-    with (
-        pytest.raises(LifecycleError, match="closed"),
-        ns.acquire(ns.chain(tokens(9), CHUNK), FULL) as leases,
-    ):
-        leases.scatter(again, [])
-
-
-@pytest.mark.parametrize(
-    ("geom", "said"),
-    [
-        (kvd.Geometry.attention(layers=3, kv_heads=8, head_dim=DIM, dtype="float16"), "bfloat16"),
-        (kvd.Geometry.attention(layers=3, kv_heads=8, head_dim=4, dtype="bfloat16"), "planes"),
-        (kvd.Geometry.attention(layers=2, kv_heads=8, head_dim=DIM, dtype="bfloat16"), "layers 0 … 2"),
-        (kvd.Geometry.attention(layers=3, kv_heads=4, head_dim=DIM, dtype="bfloat16"), "heads 0 … 7"),
-        (HYBRID, "group None"),
-    ],
-)
-def test_a_layout_of_another_geometry_is_refused(ns: kvd.Namespace, geom: kvd.Geometry, said: str) -> None:
-    engine = Engine(Prompt(FULL, 2))
-    with pytest.raises((CompatibilityError, UsageError), match=said):
-        ns.register(engine.layout, engine.memory(), geom=geom)
-
-
 def test_another_revision_salt_or_tenant_finds_nothing(store: kvd.Store, ns: kvd.Namespace) -> None:
     """Rows A9, E2."""
     chain = ns.chain(tokens(2 * CHUNK + 1), CHUNK)
@@ -358,31 +240,14 @@ def test_another_revision_salt_or_tenant_finds_nothing(store: kvd.Store, ns: kvd
         kvd.Manifest(model="m", revision="r1", dtype="bfloat16", tenant="", fixed="*")
 
 
-def test_a_manifest_that_names_its_geometry_takes_no_other(store: kvd.Store) -> None:
-    ns = store.namespace(manifest(extra={"geometry": FULL.fingerprint}))
-    chain = ns.chain(tokens(2 * CHUNK), CHUNK)
-    assert ns.match(chain, FULL) == 0
-    for action in (
-        lambda: ns.match(chain, LATENT),
-        lambda: ns.reserve(chain, geom=LATENT),
-        lambda: ns.acquire(chain, LATENT),
-    ):
-        with pytest.raises(CompatibilityError, match=LATENT.fingerprint):
-            action()
-
-
-def test_objects_of_another_geometry_are_not_scattered(ns: kvd.Namespace) -> None:
-    chain = ns.chain(tokens(2 * CHUNK + 1), CHUNK)
-    with ns.reserve(chain, nbytes=64) as writes:
-        writes.fill([bytes(64)] * 2)
-        writes.publish()
-    engine = Engine(Prompt(FULL, 2))
-    cache = ns.register(engine.layout, engine.memory(), geom=FULL)
-    with (
-        ns.acquire(chain, FULL) as leases,
-        pytest.raises(CompatibilityError, match="64 B, the geometry says"),
-    ):
-        leases.scatter(cache, engine.ids)
+def test_a_context_rank_may_have_any_block(ns: kvd.Namespace) -> None:
+    """Runs of 16 tokens dealt out to two ranks, blocks of 24: chunks are multiples of 96 tokens."""
+    geom = kvd.Geometry.attention(layers=1, kv_heads=2, head_dim=4, dtype="bfloat16")
+    layout = kvd.PagedLayout("vllm-hnd", geom.groups[0].planes, 1, 8, 24)
+    split = kvd.Split(cp=2, cp_interleave_tokens=16)
+    ns.register(
+        layout, [bytearray(layout.tensor_bytes())], geom=geom, split=split, rank=kvd.Rank(cp=1)
+    ).close()
 
 
 def test_what_a_rank_did_not_fill_is_not_published(store: kvd.Store, ns: kvd.Namespace) -> None:
@@ -466,41 +331,6 @@ def test_torch_tensors_in_bfloat16_with_strides(ns: kvd.Namespace) -> None:
         assert torch.equal(tensor[:4].flip(0), before[:4])
         assert not tensor[4:].any()
     assert not storage[:, :, 0].any()
-
-
-@pytest.mark.parametrize(
-    ("act", "said"),
-    [
-        (lambda ns, e, c: ns.reserve(c, geom=FULL, split=kvd.Split(tp=3)), "8 heads of group full"),
-        (lambda ns, e, c: ns.reserve(c, geom=FULL, nbytes=64), "what the members are"),
-        (lambda ns, e, c: ns.reserve(c, nbytes=64, rank=1), "only with geom="),
-        (lambda ns, e, c: ns.reserve(c, geom=FULL, groups=["state"]), "0: 'full'"),
-        (lambda ns, e, c: ns.reserve(c, geom=FULL, split=kvd.Split(tp=2), rank=2), "tp_rank is 2"),
-        (lambda ns, e, c: ns.reserve(c, members=[kvd.Member(1, 64)]), "family_members="),
-        (lambda ns, e, c: ns.reserve(c, nbytes=64).gather(e, []), "geom="),
-        (lambda ns, e, c: ns.reserve(c, geom=FULL).gather(e, [1, 2, 3]), "3 block ids for 2 chunks of 2"),
-        (lambda ns, e, c: ns.reserve(c, geom=FULL).gather(e, [1, 2, 3, 99]), "99"),
-        (lambda ns, e, c: ns.reserve(c, geom=FULL).gather(e, [1, 2, 3, -1]), "-1"),
-        (lambda ns, e, c: ns.reserve(c, geom=FULL).gather(e, [0.5] * 4), "integers"),
-        (lambda ns, e, c: ns.reserve(ns.chain(tokens(12), 6), geom=FULL).gather(e, [1] * 4), "not a multiple"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused_by_name(ns: kvd.Namespace, act: Any, said: str) -> None:
-    engine = Engine(Prompt(FULL, 2))
-    cache = ns.register(engine.layout, engine.memory(), geom=FULL)
-    with pytest.raises(UsageError, match=said):
-        act(ns, cache, ns.chain(tokens(2 * CHUNK), CHUNK))
-
-
-def test_a_piece_of_an_object_is_not_gathered(ns: kvd.Namespace) -> None:
-    engine = Engine(Prompt(FULL, 2), tp=4, rank=1)
-    cache = ns.register(engine.layout, engine.memory(), geom=FULL)
-    chain = ns.chain(tokens(2 * CHUNK), CHUNK)
-    writes = ns.reserve(chain, geom=FULL, split=kvd.Split(tp=2))
-    with writes, pytest.raises(CompatibilityError, match="of member 0"):
-        writes.gather(cache, engine.ids)
-    with pytest.raises(CompatibilityError, match="Rank"):
-        ns.register(engine.layout, engine.memory(), geom=FULL, split=kvd.Split(tp=2), rank=0)
 
 
 @pytest.mark.slow

@@ -70,7 +70,8 @@ class Shape:
             policy=rng.choice(("slru", "lru")), protected_share=rng.choice((0.25, 0.7)),
             evict_batch_families=rng.choice((1, 4, 64)), hard_pin_share=rng.choice((0.2, 0.5)),
             strict_duplicates=rng.random() < 0.5, journal_requests=3, ghosts=16,
-            partial_grace_ns=rng.choice((0, SECOND_NS)), answers_early=rng.random() < 0.5,
+            partial_grace_ns=rng.choice((0, SECOND_NS)), partial_idle_ns=rng.choice((0, SECOND_NS, 60 * SECOND_NS)),
+            answers_early=rng.random() < 0.5,
         )  # fmt: skip
         sizes = list(SIZES)
         rng.shuffle(sizes)

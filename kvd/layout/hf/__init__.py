@@ -10,7 +10,9 @@ Mamba-2 is no attention head. An architecture without a rule is refused by name,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import stat
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 from kvd.errors import UsageError
@@ -19,6 +21,10 @@ from kvd.layout.hf import attention, state
 from kvd.layout.hf.fields import Fields, Types
 
 __all__ = ["SUPPORTED", "Types", "identity_fields", "load", "read"]
+
+CONFIG_BYTES_MAX: Final = (
+    4 << 20
+)  # the largest configs, with a quantisation entry for each layer, have 100 KB
 
 Reader = Callable[[Fields, Types], list[Group]]
 
@@ -56,7 +62,7 @@ _ATTENTION_KEYS: Final = (
 )  # fmt: skip
 
 
-def load(config: Mapping[str, object] | str) -> tuple[Mapping[str, object], str]:
+def load(config: object) -> tuple[Mapping[str, object], str]:
     """The mapping behind `config` and a name for messages: a mapping, JSON text, or the path of a
     config.json.
 
@@ -64,16 +70,18 @@ def load(config: Mapping[str, object] | str) -> tuple[Mapping[str, object], str]
     """
     if isinstance(config, Mapping):
         return config, "config"
+    if not isinstance(config, str) and not hasattr(config, "__fspath__"):
+        way = ": give config.to_dict()" if hasattr(config, "to_dict") else ""
+        raise UsageError(
+            f"a config of type {type(config).__name__}{way}; allowed: a mapping, JSON text, or the path of a "
+            "config.json",
+            code="config-file",
+        )  # fmt: skip
     name, text = "config", str(config)
-    if not text.lstrip().startswith("{"):
-        name = text
-        try:
-            with open(text, encoding="utf-8") as file:
-                text = file.read()
-        except (OSError, UnicodeDecodeError, ValueError) as error:
-            raise UsageError(f"{name} cannot be read: {error}", code="config-file", path=name) from None
+    if not text.lstrip().startswith(("{", "[")):
+        name, text = text, _read(text)
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{name} is not JSON: {error}", code="config-file", path=name) from None
     if not isinstance(value, dict):
@@ -81,20 +89,58 @@ def load(config: Mapping[str, object] | str) -> tuple[Mapping[str, object], str]
     return value, name
 
 
+def _read(name: str) -> str:
+    """The text of a plain file: a pipe that nobody writes to would hold up the caller for ever."""
+    path = Path(name)
+    try:
+        found = path.stat()
+        if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(
+            found.st_mode
+        ):  # opening a folder says what is wrong with it
+            with path.open("rb") as file:
+                raw = file.read(CONFIG_BYTES_MAX + 1)
+            if len(raw) <= CONFIG_BYTES_MAX:
+                return raw.decode("utf-8")
+            why = f"it has more than {CONFIG_BYTES_MAX} B, the most allowed"
+        else:
+            why = "it is no plain file; read it and give its text"
+    except (OSError, ValueError) as error:
+        why = str(error)
+    raise UsageError(f"{name} cannot be read: {why}", code="config-file", path=name)
+
+
+def _once(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object that says each thing once: of two answers nobody knows which one was meant."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return value
+
+
 def _text_config(config: Mapping[str, object], name: str) -> Fields:
     """The part that describes the language model: the whole, or what a multimodal wrapper nests."""
     model_type = config.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
         raise UsageError(f"{name}: model_type is {model_type!r}, not a string", code="config-field")
-    if config.get("is_encoder_decoder") is True:
+    both = config.get("is_encoder_decoder")
+    if both is not None and not isinstance(both, bool):
+        raise UsageError(f"{name}: is_encoder_decoder is {both!r}; allowed: true, false", code="config-field")
+    if both:
         raise UsageError(
             f"{name}: {model_type} is an encoder-decoder, whose cross-attention is no prefix; {_BY_HAND}",
             code="architecture", architecture=str(model_type),
         )  # fmt: skip
     nested = config.get("text_config")
     if isinstance(nested, Mapping) and model_type not in _READERS:
-        inner = nested.get("model_type") or _TEXT_OF.get(str(model_type), "")
-        return Fields(nested, f"{name}: text_config", str(inner), str(model_type))
+        inner = nested.get("model_type")
+        if inner is not None and not isinstance(inner, str):
+            raise UsageError(
+                f"{name}: text_config: model_type is {inner!r}, not a string", code="config-field"
+            )
+        return Fields(
+            nested, f"{name}: text_config", inner or _TEXT_OF.get(str(model_type), ""), str(model_type)
+        )
     return Fields(config, name, str(model_type or ""), "")
 
 

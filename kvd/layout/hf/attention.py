@@ -46,23 +46,30 @@ def groups_of(
         if not layers:
             continue
         if span is None:
-            raise fields.refuse(field, "is missing", f"layers {layers[:4]}… need it")
+            found = "is null" if field in fields.mapping else "is missing"
+            raise fields.refuse(field, found, f"layers {layers[:4]}… need it")
         groups.append(Group(rule, layers, planes, span))
     return groups
 
 
-def _window(fields: Fields, default: int | None = None) -> int | None:
-    return fields.maybe("sliding_window", most=WINDOW_FIELD_MAX) or default
+def _span(fields: Fields, field: str, default: int | None) -> int | None:
+    """A window in tokens: absent is the default of the class, null is none."""
+    return fields.maybe(field, most=WINDOW_FIELD_MAX) if field in fields.mapping else default
 
 
-def uniform(fields: Fields, types: Types) -> list[Group]:
-    """Every layer the same: full attention, or the window if one is given (Mistral, Mixtral, Phi-3,
-    Starcoder 2).
+def _uniform(window: int | None) -> Callable[[Fields, Types], list[Group]]:
+    """Every layer the same: full attention, or the window if there is one (Mistral, Mixtral, Phi-3, Starcoder 2).
+
+    `window` is the default of the class.
     """
-    planes = attention_planes(types, fields.kv_heads(), fields.head_dim())
-    window = _window(fields)
-    kinds = fields.listed("layer_types", KINDS) or ["window" if window else "full"] * fields.layers()
-    return groups_of(fields, planes, kinds, window)
+
+    def reader(fields: Fields, types: Types) -> list[Group]:
+        planes = attention_planes(types, fields.kv_heads(), fields.head_dim())
+        span = _span(fields, "sliding_window", window)
+        kinds = fields.listed("layer_types", KINDS) or ["window" if span else "full"] * fields.layers()
+        return groups_of(fields, planes, kinds, span)
+
+    return reader
 
 
 def plain(fields: Fields, types: Types) -> list[Group]:
@@ -81,7 +88,8 @@ def _qwen(head_dim: int | None) -> Callable[[Fields, Types], list[Group]]:
     def reader(fields: Fields, types: Types) -> list[Group]:
         planes = attention_planes(types, fields.kv_heads(), fields.head_dim(default=head_dim))
         layers = fields.layers()
-        window = _window(fields) if fields.flag("use_sliding_window", False) else None
+        sliding = fields.flag("use_sliding_window", False)
+        window = _span(fields, "sliding_window", 4096) if sliding else None
         kinds = fields.listed("layer_types", KINDS)
         if kinds is None and window is None:
             kinds = ["full"] * layers
@@ -108,9 +116,8 @@ def _qwen_kinds(model_type: str, layers: int, first: int) -> list[str]:
 
 
 def _patterned(
-    every: int, *, window: int | None, head_dim: int | None = None, kv_heads: int | None = None,
-    heads: int | None = None,
-) -> Callable[[Fields, Types], list[Group]]:  # fmt: skip
+    every: int, *, window: int, head_dim: int | None = None, heads: int | None = None
+) -> Callable[[Fields, Types], list[Group]]:
     """Every n-th layer full, the others windowed. The arguments are the defaults of the class."""
 
     def reader(fields: Fields, types: Types) -> list[Group]:
@@ -118,14 +125,14 @@ def _patterned(
             raise fields.refuse("use_bidirectional_attention", "is set", "such a model has no prefix to keep")
         planes = attention_planes(
             types,
-            fields.kv_heads(kv_heads, heads_default=heads),
+            fields.kv_heads(heads_default=heads),
             fields.head_dim(default=head_dim, heads_default=heads),
         )
         pattern = fields.number("sliding_window_pattern", "_sliding_window_pattern", most=1024, default=every)
         kinds = fields.listed("layer_types", KINDS) or [
             "window" if (layer + 1) % pattern else "full" for layer in range(fields.layers())
         ]
-        return groups_of(fields, planes, kinds, _window(fields, window))
+        return groups_of(fields, planes, kinds, _span(fields, "sliding_window", window))
 
     return reader
 
@@ -135,15 +142,19 @@ def llama4(fields: Fields, types: Types) -> list[Group]:
     everything.
     """
     layers = fields.layers()
-    planes = attention_planes(types, fields.kv_heads(), fields.head_dim())
-    chunk = fields.maybe("attention_chunk_size", most=WINDOW_FIELD_MAX)
+    planes = attention_planes(types, fields.kv_heads(), fields.head_dim(default=128))
+    chunk = _span(fields, "attention_chunk_size", 8192)
     kinds = fields.listed("layer_types", KINDS)
     if kinds is None:
         flags = fields.mapping.get("no_rope_layers")
-        if not flags:
+        if flags is None or flags == []:
             every = fields.number("no_rope_layer_interval", most=layers, default=4)
             flags = [int((layer + 1) % every != 0) for layer in range(layers)]
-        if not isinstance(flags, Sequence) or len(flags) != layers or not set(flags) <= {0, 1}:
+        if (
+            not isinstance(flags, Sequence)
+            or len(flags) != layers
+            or any(flag not in (0, 1) for flag in flags)
+        ):
             raise fields.refuse(
                 "no_rope_layers", f"is {flags!r}", f"allowed is a list of {layers} zeros and ones"
             )
@@ -202,10 +213,10 @@ READERS: Final[Mapping[str, Callable[[Fields, Types], list[Group]]]] = {
     "stablelm": plain,
     "cohere": plain,
     "olmo2": plain,
-    "mistral": uniform,
-    "mixtral": uniform,
-    "phi3": uniform,
-    "starcoder2": uniform,
+    "mistral": _uniform(4096),
+    "mixtral": _uniform(None),
+    "phi3": _uniform(None),
+    "starcoder2": _uniform(None),
     "qwen2": _qwen(None),
     "qwen2_moe": _qwen(None),
     "qwen3": _qwen(128),
@@ -216,9 +227,9 @@ READERS: Final[Mapping[str, Callable[[Fields, Types], list[Group]]]] = {
         ["full"] * fields.layers(),
         None,
     ),
-    "gemma2": _patterned(2, window=4096, head_dim=256, kv_heads=4, heads=8),
-    "gemma3_text": _patterned(6, window=4096, head_dim=256, kv_heads=4, heads=8),
-    "gpt_oss": _patterned(2, window=128, head_dim=64, kv_heads=8, heads=64),
+    "gemma2": _patterned(2, window=4096, head_dim=256, heads=8),
+    "gemma3_text": _patterned(6, window=4096, head_dim=256, heads=8),
+    "gpt_oss": _patterned(2, window=128, head_dim=64, heads=64),
     "cohere2": _patterned(4, window=4096),
     "olmo3": _patterned(4, window=4096),
     "llama4_text": llama4,

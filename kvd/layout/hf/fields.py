@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvd.errors import UsageError
 from kvd.layout.dtypes import dtype_bits
@@ -14,6 +15,14 @@ from kvd.layout.geometry import HEADS_MAX, LAYERS_MAX, Plane, Scales, kv_planes
 
 DIM_FIELD_MAX = 1 << 22
 WINDOW_FIELD_MAX = 1 << 30
+SHOWN_CHARS_MAX = 200  # of what a field holds, in a message
+
+KV_HEADS_DEFAULT: Final[Mapping[str, int]] = {
+    "bamba": 8, "falcon_h1": 8, "gemma": 16, "gemma2": 4, "gemma3_text": 4, "gpt_oss": 8, "jamba": 8, "llama4_text": 8,
+    "minimax": 8, "minimax_m1": 8, "minimax_text_01": 8, "mistral": 8, "mixtral": 8, "nemotron_h": 8, "qwen2": 32,
+    "qwen2_moe": 16, "qwen3": 32, "qwen3_moe": 4, "qwen3_next": 2, "stablelm": 32, "starcoder2": 2,
+}  # fmt: skip
+"""KV heads where a config is silent, for classes that then have a number of their own, whatever the query heads are."""
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
@@ -59,6 +68,8 @@ class Fields:
 
     def refuse(self, field: str, found: str, allowed: str) -> UsageError:
         """The error for one field."""
+        if len(found) > SHOWN_CHARS_MAX:
+            found = f"{found[:SHOWN_CHARS_MAX]}…"
         return UsageError(
             f"{self.name}: {field} {found}; {allowed}",
             code="config-field",
@@ -116,10 +127,13 @@ class Fields:
         """Width of the model."""
         return self.number(*_HIDDEN, most=DIM_FIELD_MAX, default=default)
 
-    def kv_heads(self, default: int | None = None, *, heads_default: int | None = None) -> int:
+    def kv_heads(self, *, heads_default: int | None = None) -> int:
         """KV heads; absent means one for each query head, unless the class says otherwise."""
         heads = self.heads(heads_default)
-        kv_heads = self.number("num_key_value_heads", most=HEADS_MAX, default=default or heads)
+        default = heads
+        if "num_key_value_heads" not in self.mapping:  # null is one for each query head in every class
+            default = KV_HEADS_DEFAULT.get(self.model_type, heads)
+        kv_heads = self.number("num_key_value_heads", most=HEADS_MAX, default=default)
         if heads % kv_heads:
             raise self.refuse(
                 "num_key_value_heads", f"is {kv_heads}", f"it must divide the {heads} query heads"

@@ -166,9 +166,7 @@ def bamba(fields: Fields, types: Types) -> list[Group]:
     kinds = fields.listed("layers_block_type", _BLOCKS) or fields.listed("layer_types", _BLOCKS)
     if kinds is None:
         listed = fields.mapping.get("attn_layer_indices")
-        if not isinstance(listed, Sequence) or not all(
-            isinstance(n, int) and 0 <= n < layers for n in listed
-        ):
+        if not isinstance(listed, list) or not all(type(n) is int and 0 <= n < layers for n in listed):
             raise fields.refuse(
                 "attn_layer_indices", f"is {listed!r}", f"allowed: layers in 0 … {layers - 1}"
             )
@@ -229,7 +227,7 @@ def nemotron_h(fields: Fields, types: Types) -> list[Group]:
         fields.number("n_groups", "mamba_n_groups", most=HEADS_MAX),
         _columns(fields, types, "conv_kernel", "mamba_d_conv"),
     )
-    head_dim = fields.head_dim("attention_head_dim", "head_dim")
+    head_dim = fields.head_dim("attention_head_dim", "head_dim", default=128)
     return _hybrid(fields, kinds, attention_planes(types, fields.kv_heads(), head_dim), state)
 
 
@@ -279,7 +277,8 @@ def kimi_linear(fields: Fields, types: Types) -> list[Group]:
             raise inner.refuse(
                 "full_attn_layers and kda_layers", "are missing", "they say which layers attend"
             )
-        if sorted([*full, *kda]) != list(range(1, layers + 1)):
+        named = [*full, *kda]
+        if len(named) != layers or any(layer not in named for layer in range(1, layers + 1)):
             raise inner.refuse(
                 "full_attn_layers and kda_layers", "do not name each layer once", f"allowed: 1 … {layers}"
             )

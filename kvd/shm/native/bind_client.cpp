@@ -28,12 +28,16 @@ nb::object fetch(Client& client, nb::handle key, u32 member, u64 request) {
   return nb::cast(Lease{ref, 0, member, member});
 }
 
-LeaseBatch adopt(Client& client, nb::handle descriptors) {
+LeaseBatch adopt(Client& client, nb::handle descriptors, nb::handle keys_in) {
   const Column<u8> bytes(descriptors, "descriptors");
   if (bytes.size() % sizeof(Descriptor) != 0) {
     fail<std::invalid_argument>("descriptors has ", bytes.size(), " bytes: not a multiple of ", sizeof(Descriptor));
   }
-  return {client.adopt(bytes.data(), bytes.size() / sizeof(Descriptor))};
+  const u64 count = bytes.size() / sizeof(Descriptor);
+  if (keys_in.is_none()) return {client.adopt(bytes.data(), count, nullptr)};
+  const Keys keys(keys_in);
+  if (keys.count() != count) fail<std::invalid_argument>("keys has ", keys.count(), " items for ", count, " descriptors");
+  return {client.adopt(bytes.data(), count, keys.data())};
 }
 
 nb::bytes present(const Client& client, nb::handle keys_in) {
@@ -221,7 +225,7 @@ void bind_client(nb::module_& module) {
            },
            "keys"_a, "rules"_a, "request"_a = 0)
       .def("fetch", &fetch, "key"_a, "member"_a = 0, "request"_a = 0)
-      .def("adopt", &adopt, "descriptors"_a)
+      .def("adopt", &adopt, "descriptors"_a, "keys"_a = nb::none())
       .def("writable", &writable, "place"_a, "size"_a)
       .def("submit",
            [](Client& client, u16 type, u64 op, nb::handle payload) {

@@ -228,6 +228,7 @@ void check_paged(const PagedPlan& plan, PagedDirection direction, const std::vec
            " objects need " + std::to_string(objects.size() * plan.blocks_per_object()));
   }
   ids.check_below(plan.blocks_count());
+  if (direction == PagedDirection::scatter) ids.check_distinct(plan.blocks_count());
 }
 
 void py_paged_copy(const PagedPlan& plan, int direction_code, const nb::sequence& objects, const nb::sequence& tensors,

@@ -1,5 +1,6 @@
 #include "bind_integers.hpp"
 
+#include <algorithm>
 #include <type_traits>
 
 namespace nb = nanobind;
@@ -118,6 +119,37 @@ void IntegerArray::check_below(std::uint64_t limit) const {
     const auto value = load<std::uint32_t>(bytes_, i);
     if (value >= limit) refuse_value(name_, i, std::to_string(value), limit);
   }
+}
+
+void IntegerArray::check_distinct(std::uint64_t limit) const {
+  constexpr std::uint64_t bits = 64;
+  std::uint32_t twice = 0;
+  bool found = false;
+  if (limit / bits <= bits * count_) {  // a bit a value, while clearing them costs less than sorting would
+    std::vector<std::uint64_t> seen((limit + bits - 1) / bits);
+    for (std::size_t i = 0; i < count_ && !found; ++i) {
+      const auto value = load<std::uint32_t>(bytes_, i);
+      const std::uint64_t bit = std::uint64_t{1} << (value % bits);
+      found = (seen[value / bits] & bit) != 0;
+      seen[value / bits] |= bit;
+      twice = value;
+    }
+  } else {
+    std::vector<std::uint32_t> sorted = values();
+    std::sort(sorted.begin(), sorted.end());
+    const auto at = std::adjacent_find(sorted.begin(), sorted.end());
+    found = at != sorted.end();
+    if (found) twice = *at;
+  }
+  if (!found) return;
+  const auto next = [&](std::size_t from) {
+    while (load<std::uint32_t>(bytes_, from) != twice) ++from;
+    return from;
+  };
+  const std::size_t first = next(0), second = next(first + 1);
+  throw nb::value_error((name_ + "[" + std::to_string(second) + "] = " + std::to_string(twice) +
+                         ": stands at " + name_ + "[" + std::to_string(first) + "] too; each can be written once")
+                            .c_str());
 }
 
 }  // namespace kvd

@@ -27,6 +27,8 @@ class IntegerArray {
   std::vector<std::uint32_t> values() const;
   // Throws ValueError naming the first value that is not below `limit`.
   void check_below(std::uint64_t limit) const;
+  // Throws ValueError naming the first value that stands there twice. All have to be below `limit`.
+  void check_distinct(std::uint64_t limit) const;
 
  private:
   void from_list(nanobind::handle object);

@@ -1,5 +1,6 @@
 // Python's view of the daemon's side: Table, Region, and the layout that kvd/shm/layout.py is compared with.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -33,12 +34,15 @@ nb::object memory(const Table& table, u32 segment, u64 offset, u64 size) {
   return memoryview_of(nb::cast(WritableView{table.segment(segment), std::make_shared<Writers>(), address, size}));
 }
 
-nb::tuple probe(const Table& table, nb::handle keys_in, nb::handle members_in) {
+nb::tuple probe(const Table& table, nb::handle keys_in, nb::handle members_in,
+                std::optional<std::pair<u32, u32>> shape_in) {
   const Keys keys(keys_in);
   const Column<u8> members(members_in, "members");
   const OutColumn<u32> entries(keys.count());
   const OutColumn<u8> present(keys.count() * members.size());
-  table.probe(keys.data(), keys.count(), members.data(), members.size(), entries.data(), present.data());
+  const FamilyShape shape = shape_in ? FamilyShape{shape_in->first, shape_in->second} : FamilyShape{};
+  table.probe(keys.data(), keys.count(), members.data(), members.size(), entries.data(), present.data(),
+              shape_in ? &shape : nullptr);
   return nb::make_tuple(entries.take(), present.take());
 }
 
@@ -216,7 +220,7 @@ void bind_table(nb::module_& module) {
       .def("set_segment", &Table::set_segment, "segment"_a, "populated_bytes"_a, "page_kind"_a, "inode"_a)
       .def("map_segment", &Table::map_segment, "segment"_a, "fd"_a, "sealed"_a = true)
       .def("memory", &memory, "segment"_a, "offset"_a, "size"_a)
-      .def("probe", &probe, "keys"_a, "members"_a)
+      .def("probe", &probe, "keys"_a, "members"_a, "shape"_a = nb::none())
       .def("reserve", &reserve, "owner"_a, "reservation"_a, "records"_a, "places"_a, "sizes"_a, "members"_a, "ranges"_a)
       .def("publish", &publish, "owner"_a, "keys"_a, "members"_a, "split"_a, "family_members"_a, "records"_a,
            "checksums"_a, "entries"_a, "namespace_number"_a = 0, "parents"_a = nb::none())

@@ -276,7 +276,7 @@ LeaseSet* Client::fetch(const u8* key, u32 member, u64 request) {
   return set;
 }
 
-LeaseRef Client::adopt(const u8* descriptors, u64 count) {
+LeaseRef Client::adopt(const u8* descriptors, u64 count, const u8* keys) {
   check();
   const Asked asked{0, now_ns(), nullptr, count};
   LeaseRef set(new LeaseSet(shared_from_this(), static_cast<u32>(count), static_cast<u32>(count)));
@@ -287,6 +287,9 @@ LeaseRef Client::adopt(const u8* descriptors, u64 count) {
     set->add(lease.entry, lease.generation, i);
   }
   revalidate(*set, true, true);
+  if (keys != nullptr) {
+    set->keep_if([&](const Leased& item) { return index_.names(item.entry, Key::load(keys + identity_size * item.key)); });
+  }
   this->count(count_adopts, set->size());
   this->count(count_adopts_failed, count - set->size());
   this->count(count_leases, set->size());

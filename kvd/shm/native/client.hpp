@@ -51,7 +51,8 @@ class Client : public std::enable_shared_from_this<Client> {
   LeaseRef acquire_family(const u8* keys, u64 count, const FamilyRules& rules, u64 request, PrefixWalk& walk);
   PresentRow present_of(u32 entry) const noexcept;  // as good as the sg or the hazard that the caller holds
   LeaseSet* fetch(const u8* key, u32 member, u64 request);  // nullptr: a miss
-  LeaseRef adopt(const u8* descriptors, u64 count);
+  // `keys`: one a descriptor, that its family has to be of; nullptr: of any.
+  LeaseRef adopt(const u8* descriptors, u64 count, const u8* keys = nullptr);
   Member member(const Leased& lease, u32 member) const;
   const std::shared_ptr<Mapping>& writable(u64 place, u64 size, u8*& address) const;
   Slots slots(const u64* places, const u64* sizes, u64 count) const;

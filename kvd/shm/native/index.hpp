@@ -63,6 +63,13 @@ class Index {
     return {first, (first ^ (mix32(tag) | 1)) & mask_, tag};
   }
 
+  // Whether an entry is of that key. Stands as long as its generation does: read it under a hazard, or read sg again.
+  bool names(u32 number, const Key& key) const noexcept {
+    u64 difference = 0;
+    for (u32 i = 0; i < 4; ++i) difference |= entries_[number].identity[i].load(std::memory_order_relaxed) ^ key.words[i];
+    return mutant::identity || difference == 0;
+  }
+
   Hit find(const Key& key) const noexcept {
     const Spot spot = locate(key);
     __builtin_prefetch(&buckets_[spot.second]);
@@ -158,12 +165,8 @@ class Index {
   }
 
   Hit check(u32 number, const Key& key) const noexcept {
-    const Entry& entry = entries_[number];
-    const u64 sg = entry.sg.load(std::memory_order_acquire);
-    if (sg_state(sg) != entry_ready) return {};
-    u64 difference = 0;
-    for (u32 i = 0; i < 4; ++i) difference |= entry.identity[i].load(std::memory_order_relaxed) ^ key.words[i];
-    if (!mutant::identity && difference != 0) return {};
+    const u64 sg = entries_[number].sg.load(std::memory_order_acquire);
+    if (sg_state(sg) != entry_ready || !names(number, key)) return {};
     return {number, sg};
   }
 

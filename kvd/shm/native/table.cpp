@@ -175,14 +175,24 @@ void Table::detach(u32 slot) {
 
 // --- records and families
 
-void Table::probe(const u8* keys, u64 count, const u8* members, u64 members_count, u32* entries, u8* present) const {
+void Table::probe(const u8* keys, u64 count, const u8* members, u64 members_count, u32* entries, u8* present,
+                  const FamilyShape* shape) const {
   index().find_each(keys, count, [&](u64 i, const Hit& hit) {
     entries[i] = hit.entry;
+    // What is split otherwise has no place for these members, whatever their numbers: publish would turn them down.
+    const bool foreign = hit && shape != nullptr && !has_shape(hit.entry, *shape);
     for (u64 m = 0; m < members_count; ++m) {
-      present[i * members_count + m] = hit && members[m] < members_max && index_.has(hit.entry, members[m]);
+      present[i * members_count + m] =
+          foreign || (hit && members[m] < members_max && index_.has(hit.entry, members[m]));
     }
     return true;
   });
+}
+
+bool Table::has_shape(u32 number, const FamilyShape& shape) const {
+  const Entry& entry = index_.entry(number);
+  return entry.split.load(memory_order_relaxed) == shape.split &&
+         entry.members_count.load(memory_order_relaxed) == shape.family_members;
 }
 
 void Table::reserve(const ReserveBatch& batch) {
@@ -256,9 +266,7 @@ u32 Table::publish(const PublishBatch& batch, u8* status, u32* entries, u8* diff
       family = hit.entry;
     }
     if (hit) {
-      const Entry& entry = index_.entry(hit.entry);
-      const bool foreign = entry.split.load(memory_order_relaxed) != batch.split ||
-                           entry.members_count.load(memory_order_relaxed) != batch.family_members;
+      const bool foreign = !has_shape(hit.entry, FamilyShape{batch.split, batch.family_members});
       const bool present = index_.has(hit.entry, member);
       if (!foreign && !present) {
         link(hit.entry, record, static_cast<u8>(member), batch.checksums[i]);

@@ -48,6 +48,11 @@ struct PublishBatch {
 
 inline constexpr u32 parent_previous = 0xFFFFFFFE;
 
+// How a family is cut: members of one family have one.
+struct FamilyShape {
+  u32 split, family_members;
+};
+
 struct ReserveBatch {
   u32 owner;
   u32 reservation;
@@ -77,7 +82,9 @@ class Table {
   void map_segment(u32 segment, int fd, bool sealed);
   u8* memory(u32 segment, u64 offset, u64 size) const;
 
-  void probe(const u8* keys, u64 count, const u8* members, u64 members_count, u32* entries, u8* present) const;
+  // Entry of each key, and which of the members are there; with a shape every member of a family split otherwise is.
+  void probe(const u8* keys, u64 count, const u8* members, u64 members_count, u32* entries, u8* present,
+             const FamilyShape* shape = nullptr) const;
   void reserve(const ReserveBatch& batch);
   u32 publish(const PublishBatch& batch, u8* status, u32* entries, u8* differs);  // returns how many entries it used
   void free_records(const u32* records, u64 count);
@@ -103,6 +110,7 @@ class Table {
   Record& record_of(u32 number) const;
   void check_published(const PublishBatch& batch, u64 item) const;
   u32 record_checked(u32 number, u32 state, const char* action) const;
+  bool has_shape(u32 number, const FamilyShape& shape) const;
   void link(u32 entry, u32 record, u8 member, u64 checksum);
   friend class Adopter;
   void set_parent(u32 entry, u32 parent) const;

@@ -91,7 +91,7 @@ class CoreMachine(RuleBasedStateMachine):
     def start(self, strict: bool, grace: bool) -> None:
         config = CoreConfig(
             policy=self.policy, strict_duplicates=strict, evict_batch_families=4, ghosts=16, journal_requests=3,
-            partial_grace_ns=10**9 if grace else 0, hard_pin_share=0.3,
+            partial_grace_ns=10**9 if grace else 0, partial_idle_ns=2 * 10**9 if grace else 0, hard_pin_share=0.3,
         )  # fmt: skip
         self.world = Watched(
             families_max=22,

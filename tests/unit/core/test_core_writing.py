@@ -251,6 +251,49 @@ def test_ranks_write_their_members_of_the_same_families(interleaved: bool) -> No
     assert world.core.statistics()["families_partial"] == 0
 
 
+def test_half_a_prefix_that_nobody_goes_on_with_leaves_in_time() -> None:
+    """Fails without `tick`: half of what a dead engine's ranks published kept an engine with another split from writing
+    it for as long as there was room.
+    """
+    world = World()
+    two = (Member(0, 4096), Member(1, 4096))
+    idle_ns = world.core.config.partial_idle_ns
+    half, whole, being_written = chain("half", 4), chain("whole", 3), chain("written", 2)
+    world.write(0, half, members=two[:1], family_members=2)
+    world.write(0, whole, members=two, family_members=2)
+    world.now_ns += idle_ns - 1_000_000
+    world.tick()
+    assert world.core.statistics()["families_partial"] == 4, "the other rank may be slow"
+    world.write(0, being_written, members=two[:1], family_members=2)
+    pending = reserved(world.reserve(1, being_written, members=two[1:], family_members=2))
+    world.now_ns += idle_ns + 1_000_000
+    world.tick()
+    reason, left = world.evictions[-1]
+    assert (reason, sorted(left)) == (ev.Reason.PARTIAL, sorted(half))
+    assert world.core.statistics()["families_partial"] == 2, "somebody is writing the rest of these"
+    assert world.touch(1, whole) == 3
+    world.fill(pending.reservation)
+    assert set(world.publish(1, pending.reservation)) == {0}
+    assert world.touch(1, being_written) == 2
+    # another split finds the place free
+    three = tuple(Member(n, 4096) for n in range(3))
+    assert world.write(1, half, members=three, family_members=3) == [0] * 12
+
+
+def test_a_leased_half_stays_until_it_is_let_go() -> None:
+    world = World()
+    half = chain("half", 2)
+    world.write(0, half, members=(Member(0, 4096),), family_members=2)
+    world.now_ns += 2 * world.core.config.partial_idle_ns
+    world.hold(1, half[:1])
+    world.tick()
+    assert world.core.statistics()["families_partial"] == 1, "what is behind it left"
+    world.hazards[1].clear()
+    world.now_ns += 2 * world.core.config.partial_idle_ns
+    world.tick()
+    assert world.core.statistics()["families_partial"] == 0
+
+
 def test_optional_members_do_not_make_a_family_partial() -> None:
     world = World()
     members = (Member(0, 4096), Member(1, 4096), Member(5, 70_000))

@@ -112,7 +112,6 @@ def test_the_source_example() -> None:
     """chunk0 11, chunk1 10, chunk2 11: only chunk 0."""
     rule = Completeness(geometry(FULL), CHUNK)
     assert rule.usable_chunks([0b11, 0b01, 0b11], Split(tp=2).code) == 1
-    assert rule.leading_only
 
 
 HYBRID = geometry(FULL, (Rule.WINDOW, 6), (Rule.STATE, 0))  # members: 1 full, 2 window, 4 state
@@ -199,12 +198,10 @@ def test_one_answer_is_a_length_that_all_share() -> None:
         family.one_answer([])
 
 
-def test_native_table() -> None:
+def test_masks_are_the_members_of_each_group() -> None:
     geom = Geometry([Group(Rule.WINDOW, (0,), PLANES, 6), Group(Rule.FULL, tuple(range(1, 64)), PLANES)], 64)
-    rules = Completeness(geom, CHUNK).native_rules(Split(tp=2, pp=16))
-    assert [(r.rule, r.window) for r in rules] == [(0, 0), (1, 6)]
-    assert [r.mask_low.bit_count() + r.mask_high.bit_count() for r in rules] == [32, 2]
-    assert rules[0].mask_low & rules[1].mask_low == 0
+    full, window = Completeness(geom, CHUNK).group_masks(Split(tp=2, pp=16).code) or (0, 0)
+    assert (full.bit_count(), window.bit_count(), full & window) == (32, 2, 0)
 
 
 def test_bitmaps_and_splits_go_together() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -195,12 +196,18 @@ def test_convolution_columns_and_state_types_are_the_engines_choice() -> None:
         ({"model_type": "mistral", "sliding_window": -1}, "sliding_window is -1"),
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "has 1 entries; the model has 32"),
         ({"model_type": "mistral", "layer_types": ["odd"] * 32}, r"layer_types\[0\] is 'odd'; allowed: full"),
-        ({"model_type": "mistral", "layer_types": ["sliding_attention"] * 32}, "sliding_window is missing"),
+        ({"model_type": "mixtral", "layer_types": ["sliding_attention"] * 32}, "sliding_window is missing"),
+        ({"model_type": "gemma2", "sliding_window": None}, "sliding_window is null; layers .* need it"),
+        ({"is_encoder_decoder": 1}, "is_encoder_decoder is 1; allowed: true, false"),
+        ({"model_type": "gemma3", "text_config": {**CONFIG, "model_type": []}}, r"text_config: model_type is \[\]"),
+        ({"model_type": "llama4_text", "no_rope_layers": 0}, "no_rope_layers is 0"),
+        ({"num_hidden_layers": "3" * 9999}, "num_hidden_layers is '3{190,200}…; allowed"),
         ({"model_type": "mistral", "layer_types": 3}, "layer_types is a int"),
         ({"model_type": "qwen2", "use_sliding_window": "no"}, "use_sliding_window is 'no'"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9}, "max_window_layers is None"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "no prefix to keep"),
         ({"model_type": "llama4_text", "no_rope_layers": [1, 2]}, "no_rope_layers is"),
+        ({"model_type": "llama4_text", "no_rope_layers": [[1]] * 32}, "no_rope_layers is"),
         ({"model_type": "jamba", "attn_layer_period": 8, "attn_layer_offset": 8}, "attn_layer_offset is 8"),
         ({"model_type": "deepseek_v3"}, "kv_lora_rank is missing"),
         ({"model_type": "minimax"}, "attn_type_list is missing"),
@@ -234,8 +241,58 @@ def test_files_that_are_no_config(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe{}")
     with pytest.raises(UsageError, match="cannot be read"):
         Geometry.from_hf_config(str(file), dtype="bfloat16")
+    file.write_text('{"model_type": "llama", "num_hidden_layers": 32, "num_hidden_layers": 2}')
+    with pytest.raises(UsageError, match="'num_hidden_layers' is there twice"):
+        Geometry.from_hf_config(str(file), dtype="bfloat16")
+    with pytest.raises(UsageError, match="Is a directory"):
+        Geometry.from_hf_config(str(tmp_path), dtype="bfloat16")
+    with pytest.raises(UsageError, match="cannot be read"):
+        Geometry.from_hf_config("a\0b", dtype="bfloat16")
     with pytest.raises(UsageError, match="bf17"):
         Geometry.from_hf_config(CONFIG, dtype="bf17")
+
+
+def test_files_that_never_end_are_not_read(tmp_path: Path) -> None:
+    """Fails if whatever is there is opened and read: a pipe without a writer held the caller up for ever."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for endless in (pipe, Path("/dev/zero")):
+        with pytest.raises(UsageError, match="no plain file; read it and give its text"):
+            Geometry.from_hf_config(str(endless), dtype="bfloat16")
+    large = tmp_path / "large.json"
+    with large.open("wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(UsageError, match=f"more than {hf.CONFIG_BYTES_MAX} B"):
+        Geometry.from_hf_config(str(large), dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kv_heads", "groups"),
+    [
+        ("mistral", 8, "window 4096 32"), ("mixtral", 8, "full 32"), ("qwen2", 32, "full 32"),
+        ("qwen3_moe", 4, "full 32"),
+        ("llama4_text", 8, "full 8, chunked 8192 24"), ("starcoder2", 2, "full 32"), ("llama", 32, "full 32"),
+        ("gemma2", 4, "full 16, window 4096 16"),
+    ],
+)  # fmt: skip
+def test_what_a_config_leaves_out_is_what_its_class_takes(
+    model_type: str, kv_heads: int, groups: str
+) -> None:
+    """Absent and null are two things: Transformers' class has a default for the one and takes the other as it is.
+
+    The numbers are those of Transformers' classes. Fails if a field left out is read as one that is null.
+    """
+    config = {name: value for name, value in CONFIG.items() if name != "num_key_value_heads"}
+    geom = Geometry.from_hf_config({**config, "model_type": model_type}, dtype="bfloat16")
+    assert (geom.groups[0].heads, described(geom)) == (kv_heads, groups)
+    if model_type in ("mistral", "llama4_text", "qwen2"):
+        nulls = {"num_key_value_heads": None, "sliding_window": None, "attention_chunk_size": None}
+        geom = Geometry.from_hf_config({**config, **nulls, "model_type": model_type}, dtype="bfloat16")
+        assert (geom.groups[0].heads, described(geom)) == (32, "full 32")
+    slides = {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 28}
+    assert (
+        described(Geometry.from_hf_config({**CONFIG, **slides}, dtype="bfloat16")) == "full 28, window 4096 4"
+    )
 
 
 def test_engines_choices_are_checked() -> None:
@@ -266,10 +323,13 @@ def test_engines_choices_are_checked() -> None:
     }  # fmt: skip
 
 
-def test_kimi_layer_lists_must_name_each_layer_once() -> None:
+@pytest.mark.parametrize(
+    ("full", "kda"), [([0], [1, 2]), (["3"], [1, 2]), ([None], [1, 2]), ([3, 3], [1, 2])]
+)
+def test_kimi_layer_lists_must_name_each_layer_once(full: list[Any], kda: list[Any]) -> None:
     config = {
         "model_type": "kimi_linear", "num_hidden_layers": 3, "num_attention_heads": 4,
-        "linear_attn_config": {"full_attn_layers": [0], "kda_layers": [1, 2], "num_heads": 4, "head_dim": 8,
+        "linear_attn_config": {"full_attn_layers": full, "kda_layers": kda, "num_heads": 4, "head_dim": 8,
                                "short_conv_kernel_size": 4},
     }  # fmt: skip
     with pytest.raises(UsageError, match="each layer once; allowed: 1 … 3"):
@@ -290,6 +350,11 @@ def test_kimi_layer_lists_must_name_each_layer_once() -> None:
         (lambda: Geometry([Group(Rule.FULL, (5,), (Plane("k", 1, 8, "int8"),))], 5), "layer 5"),
         (lambda: Geometry([Group(Rule.FULL, (0,), (Plane("k", 1, 8, "int8"),)),
                            Group(Rule.WINDOW, (0,), (Plane("k", 1, 8, "int8"),), 9)]), r"\[0\] are in two"),
+        (lambda: Group("causal", (0,), (Plane("k", 1, 8, "int8"),)), "rule of a group is 'causal'; allowed: full, w"),
+        (lambda: Geometry.attention(layers=1, kv_heads=1, head_dim=8, dtype="int8", v_head_dim=0), "plane v is 0"),
+        (lambda: LLAMA.stored_bytes(-1), "tokens is -1"),
+        (lambda: LLAMA.stored_bytes(1, snapshots=-1), "snapshots is -1"),
+        (lambda: LLAMA.resident_bytes(1.5), "tokens is 1.5"),
         (lambda: Group(Rule.FULL, (1, 0), (Plane("k", 1, 8, "int8"),)), "not ascending"),
         (lambda: Group(Rule.FULL, (0,), ()), "needs layers and planes"),
         (lambda: Group(Rule.WINDOW, (0,), (Plane("k", 1, 8, "int8"),)), "window"),
@@ -302,6 +367,22 @@ def test_kimi_layer_lists_must_name_each_layer_once() -> None:
         (lambda: Geometry.attention(layers=1, kv_heads=1, head_dim=8, dtype="int8", window=8).objects(
             chunk_tokens=32, block_tokens=16), "window of 8 tokens is smaller"),
         (lambda: LLAMA.token_slots(-1), "capacity_bytes is -1"),
+        (lambda: LLAMA.stored_bytes(-5), "tokens is -5"),
+        (lambda: LLAMA.stored_bytes(5, snapshots=-1), "snapshots is -1"),
+        (lambda: LLAMA.objects(chunk_tokens=16, block_tokens=4.0), "block_tokens 4.0 is not an integer"),
+        (lambda: LLAMA.objects(chunk_tokens=16, split="tp2"), "split is 'tp2'"),
+        (lambda: Group("odd", (0,), (Plane("k", 1, 8, "int8"),)), "rule of a group is 'odd'; allowed: full, window"),
+        (lambda: Group(Rule.FULL, 5, (Plane("k", 1, 8, "int8"),)), "layers of a group is 5; allowed is a list"),
+        (lambda: Group(Rule.FULL, (0,), ("k",)), "planes of a group is .*; allowed is a list, Plane each"),
+        (lambda: Geometry(None), "groups is None; allowed is a list"),
+        (lambda: Geometry.attention(layers=1, kv_heads=1, head_dim=8, dtype="int8", v_head_dim=0),
+         "dim of plane v is 0"),
+        (lambda: Geometry.attention(layers=1, kv_heads=1, head_dim=8, dtype="int8", v_dtype=""), "plane v ''"),
+        (lambda: Geometry.attention(layers=1, kv_heads=1, head_dim=8, dtype="int8", scales="int8"), "scales is 'int8'"),
+        (lambda: Geometry.attention(layers=2, kv_heads=1, head_dim=8, dtype="int8", window=4, window_layers=1),
+         "window_layers is 1; allowed is a list"),
+        (lambda: Geometry.attention(layers=2, kv_heads=1, head_dim=8, dtype="int8", window=4, window_layers=[2]),
+         "window_layers is 2; allowed is a whole number in 0 … 1"),
         (lambda: geometry.tail_waste_tokens(5, 0), "block_tokens is 0"),
     ],
 )  # fmt: skip
@@ -324,3 +405,21 @@ def test_objects_hold_every_byte_once(layers: int, heads: int, dim: int, tp: int
         return
     assert objects.chunk_bytes == geom.stored_bytes(16)
     assert [part.index for part in objects] == list(range(len(objects)))
+
+
+def test_a_config_that_is_no_mapping_says_what_to_give() -> None:
+    class Config:
+        def to_dict(self) -> dict[str, object]:
+            return {}
+
+    with pytest.raises(UsageError, match=r"type Config: give config.to_dict\(\)"):
+        Geometry.from_hf_config(Config(), dtype="bfloat16")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="not a JSON object, but a list"):
+        Geometry.from_hf_config("[1]", dtype="bfloat16")
+    with pytest.raises(UsageError, match="write 'bfloat16'"):
+        Geometry.attention(layers=1, kv_heads=1, head_dim=8, dtype=_TorchType())  # type: ignore[arg-type]
+
+
+class _TorchType:
+    def __str__(self) -> str:
+        return "torch.bfloat16"

@@ -20,6 +20,8 @@ FULL: dict[str, Any] = {
     "attention": {"num_key_value_heads": 8}, "multimodal": "none", "quantisation": "none",
     "sharing_group": "", "tenant": "acme", "salt": "pepper",
 }  # fmt: skip
+CIRCLE: dict[str, Any] = {}
+CIRCLE["itself"] = CIRCLE
 
 
 def test_equal_fields_make_one_namespace_whatever_their_order() -> None:
@@ -81,6 +83,9 @@ def test_a_star_covers_the_rest_but_never_who_shares() -> None:
     assert manifest.tokenizer is FIXED
     assert manifest.adapter is FIXED
     assert Manifest(model="m", revision="r", dtype="bfloat16", fixed=("*", "tenant", "salt")).salt is FIXED
+    for wrong in (None, 5, [[]], [None]):
+        with pytest.raises(UsageError, match=r"manifest field fixed is .*; allowed: a list of field names"):
+            Manifest(model="m", revision="r", dtype="bfloat16", tenant="", salt="", fixed=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -111,6 +116,8 @@ def test_a_star_covers_the_rest_but_never_who_shares() -> None:
         ({"position": {"rope_theta": float("nan")}}, "ENCODING", "manifest.position.rope_theta is NaN"),
         ({"extra": {"a": {"b": object()}}}, "ENCODING", "manifest.extra.a.b is a object"),
         ({"extra": {"a": {1, 2}}}, "ENCODING", "is a set"),
+        ({"extra": {"a": {1: 2, "b": 3}}}, "ENCODING", "has the key 1, which is not a string"),
+        ({"extra": CIRCLE}, "ENCODING", "nested deeper than"),
         ({"extra": {"a": "x" * 70_000}}, "ENCODING", "more than 65536"),
     ],
 )

@@ -57,7 +57,7 @@ MUTANTS = [
     ("paged.py", "if extent > 1 and stride != expected:", "if False:", "paged"),
     ("paged.py", "if mine != theirs:", "if False:", "paged"),
     ("paged.py", '"strides": {axis: stride for', '"strides": {axis: 0 for', "paged"),
-    ("geometry.py", "if group.windowed and group.window < block_tokens:", "if False:", "geometry"),
+    ("geometry.py", "if self.windowed and self.window < block_tokens:", "if False:", "geometry"),
     ("placement.py", "chunk - chunk % self.window_chunks", "chunk", "placement"),
 ]
 

@@ -342,6 +342,20 @@ def test_states_that_do_not_match_are_refused() -> None:
         StateLayout(order, STATE, 1, 1, first_heads=(0,))
     with pytest.raises(UsageError, match="slots of a state layout is 0"):
         StateLayout(order, STATE, 1, 0)
+    with pytest.raises(UsageError, match="first_layer is -1"):
+        StateLayout(order, STATE, 1, 1, first_layer=-1)
+    with pytest.raises(UsageError, match="first_heads is -1"):
+        StateLayout(order, STATE, 1, 1, first_heads=(0, -1, 0, 0))
+    for field, value in (
+        ("order", None),
+        ("separate", 5),
+        ("strides", [1]),
+        ("planes", None),
+        ("planes", ["k"]),
+    ):
+        wrong: dict[str, Any] = {"order": "vllm-hnd", "planes": KV, field: value}
+        with pytest.raises(UsageError, match=rf"{field}.* is "):
+            PagedLayout(layers=1, blocks=1, block_tokens=4, **wrong)
     odd = Group(Rule.STATE, (0,), (Plane("memory", 1, 4, "float32"),))
     with pytest.raises(UsageError, match=r"planes \['memory'\], which are no state Transformers keeps"):
         states.transformers_tensors(odd)
@@ -351,6 +365,35 @@ def test_states_that_do_not_match_are_refused() -> None:
     tensor = np.zeros(spelled.shape(), dtype=np.uint16)
     assert tensor.shape == (BLOCKS, HEADS, BLOCK, 2, 6)
     spelled.verify(tensor.shape, tensor.strides, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("number", "tensor", "dtype", "said"),
+    [
+        (1, np.zeros((3, 4, 6), np.float64), "float64", "element type is float64, described as float32"),
+        (
+            1,
+            np.zeros((2, 4, 6), np.float32),
+            "float32",
+            r"shape is \(2, 4, 6\) of float32, described as 3 slots",
+        ),
+        (1, np.zeros((3, 4, 7), np.float32), "float32", "shape"),
+        (1, np.zeros((), np.float32), "float32", "shape"),
+        (1, np.zeros((6, 4, 6), np.float32)[::2], "float32", "stride of axis 0 in bytes is 192"),
+        (1, np.zeros((3, 6, 4), np.float32).transpose(0, 2, 1), "float32", "stride of axis 2 in bytes is 16"),
+        (0, np.zeros((3, 48), np.uint16), "float16", "conv_x, conv_b, conv_c does not match .* float16"),
+        (0, np.zeros((3, 47), np.uint16), "bfloat16", "3 slots of 96 B"),
+    ],
+)
+def test_a_state_tensor_is_compared_with_its_layout(
+    number: int, tensor: np.ndarray, dtype: str, said: str
+) -> None:
+    layout = StateLayout((("conv_x", "conv_b", "conv_c"), ("ssm",)), STATE, layers=2, slots=3)
+    good = np.zeros((3, 48), np.uint16) if number == 0 else np.zeros((3, 1, 4, 6), np.float32)
+    layout.verify(good.shape, good.strides, "float32" if number else "bfloat16", tensor=number)
+    layout.verify((3, layout.slot_bytes(number)), (layout.slot_bytes(number), 1), "uint8", tensor=number)
+    with pytest.raises(CompatibilityError, match=said):
+        layout.verify(tensor.shape, tensor.strides, dtype, tensor=number)
 
 
 def test_a_state_rank_of_another_split_takes_its_heads() -> None:

@@ -64,6 +64,22 @@ def test_a_host_that_leaves_moves_only_what_it_held() -> None:
     assert sum(counts) == 400
 
 
+def test_a_host_is_replaced_where_it_stood() -> None:
+    """Columns follow the places in the list: to take a host out of it moves nearly everything."""
+    chunks = identities("a", 400)
+
+    def owners(hosts: list[str]) -> list[str]:
+        aware = AttentionAware(hosts, head_groups=2, window_tokens=CHUNK, chunk_tokens=CHUNK)
+        return [hosts[aware.host(chunks, chunk, group)] for chunk in range(400) for group in range(2)]
+
+    before, gone = owners([*HOSTS]), HOSTS[1]
+    replaced = owners([HOSTS[0], "new", *HOSTS[2:]])
+    assert all(now in (then, "new") for then, now in zip(before, replaced, strict=True) if then != gone)
+    assert sum(then != now for then, now in zip(before, replaced, strict=True)) < 400 / 2
+    taken_out = owners([host for host in HOSTS if host != gone])
+    assert sum(then != now for then, now in zip(before, taken_out, strict=True)) > 600
+
+
 def test_placement_is_the_same_everywhere() -> None:
     chunks = identities("golden", 6)
     aware = AttentionAware(HOSTS, head_groups=2, window_tokens=2 * CHUNK, chunk_tokens=CHUNK)

@@ -8,6 +8,7 @@ formula. Small models of the remaining architectures are built the same way.
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from typing import Any
 import pytest
 from geometry_table import ROWS, Row
 
+from kvd.errors import UsageError
 from kvd.layout import hf
 from kvd.layout.geometry import Geometry
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+huggingface_hub = pytest.importorskip("huggingface_hub", reason="transformers is not installed")
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 pytestmark = pytest.mark.slow
@@ -149,6 +152,31 @@ def test_small_models_of_the_other_architectures(model_type: str) -> None:
     ):  # as a new Transformers writes it, and with the older names kept
         geom = Geometry.from_hf_config(read, dtype="bfloat16")
         assert (geom.bytes_per_token, geom.state_bytes) == (per_token, state)
+
+
+@pytest.mark.parametrize("model_type", sorted(set(hf.SUPPORTED) & set(transformers.CONFIG_MAPPING)))
+def test_a_silent_config_means_what_its_class_takes(model_type: str) -> None:
+    """KV heads, windows and head sizes that a config leaves out are those that its class fills in."""
+    if model_type in ("bloom", "gpt2", "gptj", "gpt_bigcode", "mamba", "mamba2", "falcon_mamba"):
+        pytest.skip("its size has other names, or nothing that can be left out")
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    known = config_class().to_dict()
+    heads = math.lcm(known.get("num_key_value_heads") or 1, known.get("num_attention_heads") or 1)
+    known |= {"model_type": model_type, "num_attention_heads": heads, "hidden_size": heads * 24}
+    left_out = (
+        "num_key_value_heads",
+        "sliding_window",
+        "head_dim",
+        "attention_head_dim",
+        "attention_chunk_size",
+    )
+    silent = {key: value for key, value in known.items() if key not in left_out}
+    try:
+        filled_in = config_class.from_dict(silent).to_dict()
+        expected = Geometry.from_hf_config(filled_in, dtype="bfloat16").groups
+    except (UsageError, huggingface_hub.errors.StrictDataclassError) as refused:
+        pytest.skip(f"the default of the class is no model: {refused}")
+    assert Geometry.from_hf_config(silent, dtype="bfloat16").groups == expected
 
 
 def test_every_supported_architecture_is_measured() -> None:

@@ -112,6 +112,16 @@ def test_route() -> None:
     assert answers(limited, "Routing")["chosen"] == "warm"
 
 
+def test_a_length_says_what_it_leaves_out() -> None:
+    """What overlaps, and a queue that reuse avoids, make loading pay earlier: the length is a bound, and says so."""
+    line = f"{BREAKEVEN} --prefix-tokens 8192 --bytes-per-token 131072 {SAMPLES}"
+    plain = json.loads(run(line, "--json").stdout)["ledgers"]["Break-even length"]
+    for option in ("--hidden 45ms", "--queue-cold 1s"):
+        found = json.loads(run(f"{line} {option}", "--json").stdout)["ledgers"]["Break-even length"]
+        assert found["answers"] == plain["answers"]
+        assert any("no longer than this" in said for said in found["assumptions"])
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
@@ -226,7 +236,12 @@ def test_refusals_in_json_are_json() -> None:
             "input tokens = -5 is below 1",
         ),
         ('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [true]}', "hash_ids"),
-        ('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [-1]}', "hash_ids"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [-1]}', "hash_ids names -1"),
+        ('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": {}}', "hash_ids is a dict"),
+        (
+            '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [18446744073709551616]}',
+            "hash_ids names 18446744073709551616; allowed: whole numbers in 0 … 18446744073709551615",
+        ),
         (
             '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1, 2]}',
             "line 1: request at 0 ms: 2 block ids for 5 tokens",

@@ -48,6 +48,17 @@ def test_without_a_limit_the_core_keeps_everything(members: int) -> None:
     assert any("own core" in line for line in core.assumptions)
 
 
+def test_names_may_be_hashes_of_64_bits() -> None:
+    setup = SweepSetup(footprint=Footprint.by_hand(1024), trace_block_tokens=BLOCK, through_core=True)
+    ids = (2**64 - 1, 5, 2**64 - 2)
+    trace = [RecordedRequest(number, 3 * BLOCK, 1, ids) for number in range(2)]
+    for row in sweep(
+        trace, [BLOCK // 8, BLOCK], setup, core_factory(1)
+    ).rows:  # a part of a block has a longer name
+        assert row.objects_written_count == 3 * BLOCK // row.chunk_tokens
+        assert row.requests_hit_count == 1
+
+
 def test_at_its_limit_the_core_evicts_and_stays_near_the_reference() -> None:
     capacity = 128
     setup = SweepSetup(

@@ -315,6 +315,11 @@ def test_leases_cross_to_another_client(world: World, keys: bytes) -> None:
     assert [row[:2] for row in layout.DESCRIPTOR.iter_unpack(wire)] == [(EPOCH, 0), (EPOCH, 1), (EPOCH, 2)]
     world.evict(1, withdraw=True)
     assert worker.adopt(wire).mask == bytes([1, 1, 1])
+    assert worker.adopt(wire, keys[: 3 * KEY]).mask == bytes([1, 1, 1])
+    assert worker.adopt(wire, keys[KEY : 4 * KEY]).mask == bytes(3)
+    assert worker.adopt(wire, keys[:KEY] + keys[2 * KEY : 4 * KEY]).mask == bytes([1, 0, 0])
+    with pytest.raises(ValueError, match="keys has 2 items for 3 descriptors"):
+        worker.adopt(wire, keys[: 2 * KEY])
     adopted = worker.adopt(wire)
     assert adopted.mask == bytes([1, 1, 1])
     batch.release()
@@ -325,7 +330,7 @@ def test_leases_cross_to_another_client(world: World, keys: bytes) -> None:
     world.reserve([0])
     world.table.publish(0, key(keys, 0), b"\0", 3, 1, u32(0), u64(1), u32(0))
     assert worker.adopt(wire).mask == bytes(3)
-    assert region.counters()[layout.Counter.ADOPTS_FAILED] == 3
+    assert region.counters()[layout.Counter.ADOPTS_FAILED] == 3 + 3 + 2
     with pytest.raises(ValueError, match="descriptors has 25 bytes"):
         worker.adopt(wire[:25])
 
