@@ -1,4 +1,4 @@
-"""What `kvctl plan` prints: a ledger, the traffic matrix, the rows of a sweep. Called by `kvd.kvctl.plan` alone."""
+"""What `kvctl plan` prints: a ledger, the traffic matrix, the rows of a sweep. Called by its commands alone."""
 
 from __future__ import annotations
 
