@@ -18,6 +18,7 @@ from pathlib import Path
 from kvd.kvctl.plan_core import core_factory
 from kvd.kvctl.plan_trace import read_trace
 from kvd.plan.chunk import ReferenceLru, SweepSetup, sweep
+from kvd.plan.footprint import Footprint
 
 default_trace = Path(__file__).resolve().parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
 block_tokens = 512
@@ -41,7 +42,7 @@ def main() -> int:
     unique = len({block for request in requests for block in request.block_ids})
     capacity = max(sizes[-1], unique * block_tokens * options.capacity // 100) * bytes_per_token
     setup = SweepSetup(
-        bytes_per_token=bytes_per_token, trace_block_tokens=block_tokens, capacity_bytes=capacity,
+        footprint=Footprint.by_hand(bytes_per_token), trace_block_tokens=block_tokens, capacity_bytes=capacity,
         through_core=True,
     )  # fmt: skip
     core = sweep(requests, sizes, setup, core_factory(1))

@@ -264,8 +264,9 @@ def rows_of(block_ids: Any, per_chunk: int, chunks: int, chosen: Sequence[int]) 
             f"block_ids: {error}; allowed: 32- or 64-bit integers, contiguous, on the CPU", code="block-ids"
         ) from None
     if len(view) != per_chunk * chunks:
+        what = f"{chunks} chunk{'s' * (chunks != 1)} of {per_chunk} block{'s' * (per_chunk != 1)}"
         raise UsageError(
-            f"{len(view)} block ids for {chunks} chunks of {per_chunk} blocks; allowed: {per_chunk * chunks}, the "
+            f"{len(view)} block id{'s' * (len(view) != 1)} for {what}; allowed: {per_chunk * chunks}, the "
             "blocks of each chunk in turn",
             code="block-ids", given=len(view), expected=per_chunk * chunks,
         )  # fmt: skip

@@ -1,8 +1,9 @@
 """`kvctl plan breakeven --measure`: lookup, load and copy rates of the daemon this host runs.
 
-Publishes some objects in a scratch namespace of its own, looks them up, leases and copies them, and clears that
-namespace, also when it fails. Called by `kvd.kvctl.plan`, in the calling thread. It asks for no more than a sixteenth
-of the pool; in a full pool as many bytes of others, the coldest, leave for it.
+Publishes some objects in a scratch namespace, looks them up, leases and copies them, and clears that namespace, also
+when it fails. The namespace is the same in every run, since a daemon keeps the names of empty ones; its keys are not.
+Called by `kvd.kvctl.plan_load`, in the calling thread. It asks for no more than a sixteenth of the pool; in a full pool
+as many bytes of others, the coldest, leave for it.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import contextlib
 import os
 import statistics
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvd.errors import CapacityError, KvdError
+from kvd.plan import units
 
 OBJECT_BYTES = 1 << 20
 OBJECTS_MAX = 64
 RUN_BYTES = 64 << 10  # of the paged copy: a head of 256 tokens and more
 ROUNDS = 7
+CHUNK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +39,9 @@ class Measured:
     def said(self) -> str:
         """For the table of a plan."""
         return (
-            f"{self.chunks} chunks looked up and leased in {self.lookup_ns / 1e3:.1f} us, "
-            f"loaded at {self.load_bytes_per_s / 1e9:.1f} GB/s, "
-            f"copied into blocks at {self.copy_bytes_per_s / 1e9:.1f} GB/s"
+            f"{units.counted(self.chunks, 'chunk')} looked up and leased in {units.format_ns(self.lookup_ns)}, "
+            f"loaded at {units.format_bandwidth(self.load_bytes_per_s)}, "
+            f"copied into blocks of host memory at {units.format_bandwidth(self.copy_bytes_per_s)}"
         )
 
 
@@ -54,7 +58,7 @@ def measure(socket: str | None, deadline_s: float) -> Measured:
                 code="measure",
             )
         manifest = kvd.Manifest(
-            model="kvctl-plan-measure", revision=os.urandom(8).hex(), dtype="uint8", tenant="", salt="", fixed="*"
+            model="kvctl-plan-measure", revision="1", dtype="uint8", tenant="", salt="", fixed="*"
         )  # fmt: skip
         ns = store.namespace(manifest)
         try:
@@ -69,7 +73,9 @@ def _measure(ns: object, count: int) -> Measured:
     from kvd.clientlib.namespace import Namespace
 
     assert isinstance(ns, Namespace)
-    chain = ns.chain(list(range(count * 16)), 16)
+    # Tokens at random: what another run keeps or has left is not met.
+    tokens = list(array("I", os.urandom(4 * count * CHUNK_TOKENS)))
+    chain = ns.chain(tokens, CHUNK_TOKENS)
     with ns.reserve(chain, nbytes=OBJECT_BYTES) as writes:
         writes.fill([os.urandom(1 << 16) * (OBJECT_BYTES >> 16)] * count)
         writes.publish()

@@ -1,18 +1,20 @@
 """Pictures of the plans, through matplotlib, which is imported when the first one is drawn.
 
-Owns nothing. Called by `kvd.kvctl.plan` with a checked path, in the calling thread; draws to the file and
-never opens a window.
+Owns nothing. Called by the commands of `kvctl plan` with a checked path, in the calling thread; draws to the file and
+never opens a window. Numbers in a picture have the unit of its axis.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from kvd.errors import UsageError
 from kvd.plan import units
-from kvd.plan.breakeven import BreakEvenLength, BreakEvenPlan
+from kvd.plan.breakeven_ledger import BreakEvenLength, BreakEvenPlan
 from kvd.plan.capacity import CapacityPlan
 from kvd.plan.chunk import ChunkSweep
 from kvd.plan.network import NetworkPlan
@@ -21,6 +23,15 @@ from kvd.plan.routing import RoutePlan
 
 # Told apart also by people who do not see red and green apart.
 BLUE, ORANGE, GREEN, PINK, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#666666"
+# No line of the grid runs through a text.
+LEGEND: dict[str, Any] = {"framealpha": 1.0, "edgecolor": "none", "facecolor": "white"}
+HEADROOM = 1.1  # of an axis above its highest point
+HOST_CHARS_MAX = 56
+GRID_POINTS = 200
+DECADES_MIN = 20  # a logarithmic scale needs more between its ends, or it has no ticks
+
+BYTE_SCALES = (("TiB", units.TIB), ("GiB", units.GIB), ("MiB", units.MIB), ("KiB", units.KIB), ("B", 1))
+TIME_SCALES = (("s", 10**9), ("ms", 10**6), ("us", 10**3), ("ns", 1))
 
 
 def _figure(columns: int = 1) -> tuple[Any, list[Any]]:
@@ -30,7 +41,8 @@ def _figure(columns: int = 1) -> tuple[Any, list[Any]]:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError(
-            "--plot needs matplotlib, which is not installed; allowed: pip install 'kvd[plot]'",
+            "--plot needs matplotlib, which is not installed; allowed: pip install 'kvd[plot]' (in a checkout: "
+            "pip install '.[plot]')",
             code="missing",
         ) from None
     figure = Figure(figsize=(7.0 * columns, 4.6), dpi=120, layout="constrained")
@@ -53,48 +65,78 @@ def _save(figure: Any, path: Path) -> None:
         ) from None
 
 
+def _scale(largest: float, scales: Sequence[tuple[str, int]]) -> tuple[str, int]:
+    """The unit of an axis: the largest that its highest value does not fall below."""
+    return next((scale for scale in scales if largest >= scale[1]), scales[-1])
+
+
+def _plain(value: float, _: int | None = None) -> str:
+    return f"{value:,.10g}"
+
+
+def _counts(axis: Any, values: Sequence[int]) -> None:
+    """The scale of counts above 0: logarithmic where they span decades, else from 0."""
+    if max(values) >= DECADES_MIN * max(1, min(values)):
+        axis.set_yscale("log")
+        axis.yaxis.set_minor_formatter(lambda value, _: "")
+    else:
+        axis.set_ylim(0, max(values) * HEADROOM or 1)
+    axis.yaxis.set_major_formatter(_plain)
+
+
 def draw_capacity(room: CapacityPlan, count: ObjectsPlan, path: Path) -> None:
     """Usable memory against hosts with the demand; objects and metadata against chunk size."""
     figure, (left, right) = _figure(2)
-    tib = units.TIB
     last = max(room.hosts_count, room.hosts_spare_min) * 5 // 4 + 1
-    per_host, demand = float(room.usable_per_host_bytes / tib), room.demand_bytes / tib
+    unit, factor = _scale(max(float(last * room.usable_per_host_bytes), room.demand_bytes), BYTE_SCALES)
+
+    def said(value: units.Number) -> str:
+        return f"{units.format_number(Fraction(value) / factor)} {unit}"
+
+    per_host = float(room.usable_per_host_bytes / factor)
     left.plot([0, last], [0, last * per_host], color=BLUE, label="usable memory")
-    left.axhline(demand, color=ORANGE, label=f"needed: {units.format_bytes(room.demand_bytes)}")
-    left.plot([room.hosts_count], [float(room.usable_bytes / tib)], "o", color=BLUE,
-              label=f"{room.hosts_count:,} hosts: {units.format_bytes(room.usable_bytes)}")  # fmt: skip
+    left.axhline(room.demand_bytes / factor, color=ORANGE, label=f"needed: {said(room.demand_bytes)}")
+    left.plot([room.hosts_count], [float(room.usable_bytes / factor)], "o", color=BLUE,
+              label=f"{units.counted(room.hosts_count, 'host')}: {said(room.usable_bytes)}")  # fmt: skip
     left.plot([room.hosts_min], [room.hosts_min * per_host], "s", color=GREEN,
               label=f"fewest that hold it: {room.hosts_min:,}")  # fmt: skip
-    left.set(xlabel="hosts", ylabel="TiB", title="Capacity against hosts", xlim=(0, last), ylim=(0, None))
-    left.legend(loc="lower right", frameon=False)
+    left.set(xlabel="hosts", ylabel=unit, title="Capacity against hosts", xlim=(0, last), ylim=(0, None))
+    left.xaxis.get_major_locator().set_params(integer=True)
+    left.xaxis.set_major_formatter(_plain)
+    left.yaxis.set_major_formatter(_plain)
+    high = room.demand_bytes / factor > last * per_host / 2
+    left.legend(loc="lower right" if high else "upper left", **LEGEND)
     _draw_objects(right, count)
     _save(figure, path)
 
 
+def _objects_at(count: ObjectsPlan, chunk_tokens: int) -> int | None:
+    """Objects at another chunk size, None where it does not suit."""
+    try:
+        return replace(count, chunk_tokens=chunk_tokens).objects_count
+    except UsageError:
+        return None
+
+
 def _draw_objects(axis: Any, count: ObjectsPlan) -> None:
     """Objects (left scale) and metadata (right scale) over chunk sizes around the one planned."""
-    powers = [1 << power for power in range(4, 15)]
-    fitting = [
-        size
-        for size in powers
-        if size <= count.prefix_tokens and size * count.bytes_per_token % count.members_count == 0
-    ]
-    sizes = sorted({*fitting, count.chunk_tokens})
-    objects = [replace(count, chunk_tokens=size).objects_count for size in sizes]
-    axis.plot(sizes, objects, "o-", color=BLUE, markersize=4)
+    tried = sorted({*(1 << power for power in range(4, 15)), count.chunk_tokens})
+    found = {size: objects for size in tried if (objects := _objects_at(count, size)) is not None}
+    axis.plot(list(found), list(found.values()), "o-", color=BLUE, markersize=4)
     axis.plot([count.chunk_tokens], [count.objects_count], "s", color=ORANGE, markersize=8,
-              label=f"{count.chunk_tokens:,} tokens: {count.objects_count:,} objects,\n"
+              label=f"{units.counted(count.chunk_tokens, 'token')}: {units.counted(count.objects_count, 'object')},\n"
               f"{units.format_bytes(count.metadata_bytes)} of metadata")  # fmt: skip
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log", base=10)
-    _token_ticks(axis, sizes)
+    _counts(axis, list(found.values()))
+    _token_ticks(axis, list(found))
     axis.set(xlabel="tokens of a chunk", ylabel="objects", title="Objects and metadata against chunk size")
     # One curve, two scales: metadata is objects × a constant, so a second curve would only repeat the first.
-    each = max(count.metadata_per_object_bytes, 1) / units.MIB
+    unit, factor = _scale(count.metadata_bytes, BYTE_SCALES)
+    each = max(count.metadata_per_object_bytes, 1) / factor
     second = axis.secondary_yaxis("right", functions=(lambda n: n * each, lambda m: m / each))
-    second.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
-    second.set_ylabel(f"metadata, MiB ({count.metadata_per_object_bytes} B an object)")
-    axis.legend(loc="upper right", frameon=False)
+    second.yaxis.set_major_formatter(_plain)
+    second.set_ylabel(f"metadata, {unit} ({count.metadata_per_object_bytes} B an object)")
+    axis.legend(loc="upper right", **LEGEND)
 
 
 def _token_ticks(axis: Any, sizes: list[int]) -> None:
@@ -106,100 +148,150 @@ def _token_ticks(axis: Any, sizes: list[int]) -> None:
 def draw_network(plan: NetworkPlan, path: Path) -> None:
     """The two directions against what 1, 2, … links carry."""
     figure, (axis,) = _figure()
-    gib = units.GIB
-    effective = float(plan.link_effective_bytes_per_s / gib)
     matrix = plan.matrix
-    sends = float(max(matrix.egress_bytes_per_s) / gib)
-    receives = float(max(matrix.ingress_bytes_per_s) / gib)
+    most = max(plan.links_per_node_min, plan.links_count or 0, 1)
+    unit, factor = _scale(float(most * plan.link_effective_bytes_per_s), BYTE_SCALES)
+    effective = float(plan.link_effective_bytes_per_s / factor)
     if plan.hosts_count is None:
         names = ["reads\n(cache → engines)", "writes\n(engines → cache)"]
-        sends, receives = float(plan.read_bytes_per_s / gib), float(plan.write_bytes_per_s / gib)
+        rates = [plan.read_bytes_per_s, plan.write_bytes_per_s]
     else:
         names = ["busiest sender", "busiest receiver"]
-    bars = axis.bar(names, [sends, receives], width=0.5, color=[BLUE, PINK])
-    axis.bar_label(bars, fmt="%.2f GiB/s", label_type="center", color="white", fontweight="bold")
-    most = max(plan.links_per_node_min, plan.links_count or 0, 1)
+        rates = [max(matrix.egress_bytes_per_s), max(matrix.ingress_bytes_per_s)]
+    heights = [float(rate / factor) for rate in rates]
+    bars = axis.bar(names, heights, width=0.5, color=[BLUE, PINK], zorder=2)
+    labels = [f"{units.format_number(rate / factor)} {unit}/s" for rate in rates]
+    top = max(most * effective, *heights)
+    for bar, label, colour in zip(bars, labels, (BLUE, PINK), strict=True):
+        inside = bar.get_height() > top * 0.08  # else there is no room for it
+        axis.annotate(
+            label, (bar.get_x() + bar.get_width() / 2, bar.get_height() / 2 if inside else top * 0.04),
+            ha="center", va="center", color="white" if inside else colour, fontweight="bold", zorder=3,
+        )  # fmt: skip
     every = max(1, most // 12)
-    for links in range(every, most + every, every):
+    for links in sorted({*range(every, most + every, every), plan.links_per_node_min} - {0}):
         needed = links == plan.links_per_node_min
         axis.axhline(links * effective, color=ORANGE if needed else GREY, linestyle="-" if needed else ":",
-                     linewidth=1.4 if needed else 0.8)  # fmt: skip
-        axis.text(1.62, links * effective, f"{links} link{'s' * (links > 1)}", va="center", ha="left",
+                     linewidth=1.4 if needed else 0.8, zorder=1)  # fmt: skip
+        axis.text(1.62, links * effective, units.counted(links, "link"), va="center", ha="left",
                   color=ORANGE if needed else GREY)  # fmt: skip
-    axis.set(xlim=(-0.6, 1.6), ylim=(0, max(most * effective, sends, receives) * 1.12), ylabel="GiB/s",
+    axis.set(xlim=(-0.6, 1.6), ylim=(0, top * 1.12), ylabel=f"{unit}/s",
              title="Traffic one way against links: a bound, not an SLO verdict")  # fmt: skip
+    axis.yaxis.set_major_formatter(_plain)
     axis.grid(visible=False)
     _save(figure, path)
 
 
-def draw_breakeven(
-    plan: BreakEvenPlan, length: BreakEvenLength | None, bytes_per_token: int | None, path: Path
-) -> None:
+def draw_breakeven(plan: BreakEvenPlan, length: BreakEvenLength | None, path: Path) -> None:
     """Cost of reuse against length, with the prefill saved: a curve if it was sampled, else the one point."""
     figure, (axis,) = _figure()
-    per_token = bytes_per_token or (length.bytes_per_token if length else None)
-    unit = per_token or units.MIB
-    here = plan.size_bytes / unit
-    crossing = length.tokens if length else None
-    last = 2 * max(here, crossing or 0)
-    # With a curve of savings both scales are logarithmic, or a crossing far below the length asked about is lost.
-    first = min(here, crossing or here) / 8 if length else 0.0
-    grid = [first * (last / first) ** (n / 200) if first else last * n / 200 for n in range(201)]
-    # Only the bytes scale with the length: lookup, sync, queues and what overlaps stay as they were given.
-    scaled_ns = plan.load_ns + plan.h2d_ns
-    fixed_ns = plan.cost_ns - scaled_ns
-    axis.plot(
-        grid, [(fixed_ns + scaled_ns * x / here) / 1e6 for x in grid], color=ORANGE, label="cost of reuse"
-    )
-    if length is not None:
-        axis.plot(
-            grid, [length.saved_ns(round(x)) / 1e6 for x in grid], color=BLUE, label="prefill saved (fitted)"
-        )
-        if crossing is not None:
-            axis.axvline(crossing, color=GREEN, linestyle="--", label=f"break-even: {crossing:,} tokens")
-    saved = units.format_ns(plan.prefill_saved_ns)
-    axis.plot([here], [plan.prefill_saved_ns / 1e6], "o", color=BLUE, label=f"prefill saved here: {saved}")
-    axis.plot(
-        [here], [plan.cost_ns / 1e6], "s", color=ORANGE, label=f"cost here: {units.format_ns(plan.cost_ns)}"
-    )
-    axis.annotate("", (here, plan.prefill_saved_ns / 1e6), (here, plan.cost_ns / 1e6),
-                  arrowprops={"arrowstyle": "->", "color": GREY})  # fmt: skip
-    verdict = "worth it" if plan.worth_it else "not worth it"
-    axis.set(xlabel="tokens of the prefix" if per_token else "MiB of the prefix", ylabel="ms", xlim=(first, last),
-             title=f"Break-even against length: {verdict} at "
-             f"{units.format_bytes(plan.size_bytes)}")  # fmt: skip
-    if length is not None:
-        axis.set(xscale="log", yscale="log")
+    here: float | None
+    if length is None:
+        here = _draw_size(axis, plan)
     else:
-        axis.set_ylim(0, None)
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axis.legend(loc="upper left" if length is None else "lower right", frameon=False)
+        _draw_lengths(axis, plan, length)
+        here = None if plan.read is None else plan.read.tokens
+    if here is not None:
+        saved, cost = plan.prefill_saved_ns, plan.cost_ns
+        axis.plot([here], [saved], "o", color=BLUE, label=f"prefill saved here: {units.format_ns(saved)}")
+        axis.plot([here], [cost], "s", color=ORANGE, label=f"cost here: {units.format_ns(cost)}")
+        axis.annotate("", (here, saved), (here, cost), arrowprops={"arrowstyle": "->", "color": GREY})
+    verdict = "worth it" if plan.worth_it else "not worth it"
+    axis.set(
+        ylabel="time", title=f"Break-even against length: {verdict} at {units.format_bytes(plan.size_bytes)}"
+    )
+    axis.yaxis.set_major_formatter(lambda value, _: units.format_ns(round(value)).removeprefix("≈ "))
+    axis.yaxis.set_minor_formatter(lambda value, _: "")
+    # Where the curves are not: they rise, and on the left may be the crossing.
+    axis.legend(loc="upper left" if length is None else "lower right", **LEGEND)
     _save(figure, path)
 
 
+def _draw_size(axis: Any, plan: BreakEvenPlan) -> float:
+    """The cost over the size of the load, or over its tokens; lookup, sync and what overlaps stay as given.
+
+    Returns where the load asked about lies on the axis.
+    """
+    read = plan.read
+    if read is None:
+        unit, factor = _scale(plan.size_bytes, BYTE_SCALES)
+        here, label = plan.size_bytes / factor, f"{unit} of the prefix"
+        grid: list[float] = [0, 2 * here]
+        sizes = [0, 2 * plan.size_bytes]
+    else:
+        here, label = read.tokens, "tokens of the prefix"
+        step = max(1, 2 * read.tokens // read.chunk_tokens // GRID_POINTS) * read.chunk_tokens
+        tokens = sorted({*range(0, 2 * read.tokens, step), read.tokens, 2 * read.tokens})
+        grid = [float(n) for n in tokens]
+        sizes = [read.footprint.needed_bytes(n, read.chunk_tokens) for n in tokens]
+    scaled_ns = plan.load_ns + plan.h2d_ns
+    costs = [plan.cost_ns - scaled_ns + scaled_ns * size / plan.size_bytes for size in sizes]
+    axis.plot(grid, costs, color=ORANGE, label="cost of reuse")
+    top = max(*costs, plan.prefill_saved_ns, 1) * HEADROOM
+    axis.set(xlabel=label, xlim=(0, 2 * here), ylim=(min(0, *costs), top))
+    axis.xaxis.set_major_formatter(_plain)
+    return here
+
+
+def _draw_lengths(axis: Any, plan: BreakEvenPlan, length: BreakEvenLength) -> None:
+    """Both curves over whole chunks, on logarithmic scales, or a crossing far below the length asked about is lost."""
+    crossing, chunk = length.tokens, length.chunk_tokens
+    here = plan.read.tokens if plan.read is not None else crossing or length.tokens_max // chunk * chunk
+    first = max(1, min(here, crossing or here) // 8 // chunk)
+    last = max(2 * max(here, crossing or 0) // chunk, 4 * first)
+    grid = sorted({round(first * (last / first) ** (n / GRID_POINTS)) for n in range(GRID_POINTS + 1)})
+    tokens = [chunks * chunk for chunks in grid]
+    marker = "." if len(tokens) < 20 else ""
+    axis.plot(tokens, [length.cost_ns(n) for n in tokens], marker=marker, color=ORANGE, label="cost of reuse")
+    axis.plot(
+        tokens,
+        [length.saved_ns(n) for n in tokens],
+        marker=marker,
+        color=BLUE,
+        label="prefill saved (fitted)",
+    )
+    if crossing is not None:
+        label = f"break-even: {units.counted(crossing, 'token')}"
+        axis.axvline(crossing, color=GREEN, linestyle="--", label=label)
+    # A crossing at the first length would otherwise lie on the frame.
+    axis.set(xlabel="tokens of the prefix", xscale="log", yscale="log", xlim=(tokens[0] / 1.15, tokens[-1]))
+    axis.xaxis.set_major_formatter(_plain)
+    axis.xaxis.set_minor_formatter(lambda value, _: "")
+
+
 def draw_route(plan: RoutePlan, path: Path) -> None:
-    """One stacked bar a host."""
+    """One stacked bar a host, under a line that says which it is."""
     figure, (axis,) = _figure()
     chosen = plan.chosen
     hosts = list(reversed(plan.candidates))
     rows = range(len(hosts))
+    unit, factor = _scale(max(host.total_ns for host in hosts), TIME_SCALES)
     start = [0.0 for _ in hosts]
     parts = (("queue", "queue_ns", GREY), ("lookup and load", "lookup_load_ns", ORANGE),
              ("uncached prefill", "prefill_ns", BLUE), ("handoff", "handoff_ns", PINK))  # fmt: skip
     for name, field, colour in parts:
-        widths = [getattr(host, field) / 1e6 for host in hosts]
-        axis.barh(rows, widths, left=start, height=0.55, color=colour, label=name)
+        widths = [getattr(host, field) / factor for host in hosts]
+        axis.barh(rows, widths, left=start, height=0.42, color=colour, label=name)
         start = [a + b for a, b in zip(start, widths, strict=True)]
     for row, host in enumerate(hosts):
         refusal = plan.refusal(host)
-        note = "chosen" if host is chosen else f"out: {refusal}" if refusal else ""
-        axis.text(
-            start[row], row, f"  {units.format_ns(host.total_ns)}{', ' + note if note else ''}", va="center"
-        )
-    axis.set_yticks(rows, [host.host + (" (session)" if host.session else "") for host in hosts])
-    axis.set(xlabel="estimated ms to the first token", title="Where the request should run",
-             xlim=(0, max([*start, 1.0]) * 1.35), ylim=(-0.6, len(hosts) - 0.4))  # fmt: skip
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=4, frameon=False)
+        name = host.host if len(host.host) <= HOST_CHARS_MAX else (
+            f"{host.host[: HOST_CHARS_MAX // 2]}…{host.host[-HOST_CHARS_MAX // 2 + 1 :]}"
+        )  # fmt: skip
+        total = f"{units.format_number(Fraction(host.total_ns, factor), 3)} {unit}"
+        text = ", ".join(filter(None, (
+            f"{name}{' (session)' if host.session else ''}: {total}",
+            "chosen" if host is chosen else "", f"out: {refusal}" if refusal else "",
+        )))  # fmt: skip
+        # A host's name is text, not mathematics.
+        axis.text(0, row + 0.26, text.replace("$", r"\$"), va="bottom", fontsize=9,
+                  fontweight="bold" if host is chosen else "normal",
+                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0})  # fmt: skip
+    axis.set_yticks([])
+    axis.set(xlabel=f"estimated {unit} to the first token", title="Where the request should run",
+             xlim=(0, max(*start, 1e-9) * 1.05), ylim=(-0.4, len(hosts) - 0.3))  # fmt: skip
+    axis.xaxis.set_major_formatter(_plain)
+    figure.legend(loc="outside lower center", ncols=4, **LEGEND)
     _save(figure, path)
 
 
@@ -207,24 +299,26 @@ def draw_chunk(found: ChunkSweep, path: Path) -> None:
     """Prefill skipped and load time against chunk size; objects and metadata CPU against it."""
     figure, (left, right) = _figure(2)
     sizes = [row.chunk_tokens for row in found.rows]
-    left.plot(sizes, [float(row.usable_share) * 100 for row in found.rows], "o-", color=BLUE)
+    shares = [float(row.usable_share) * 100 for row in found.rows]
+    left.plot(sizes, shares, "o-", color=BLUE)
     left.axvline(found.proposed.chunk_tokens, color=GREEN, linestyle="--",
                  label=f"largest within 1 % of the most: {found.proposed.chunk_tokens:,}")  # fmt: skip
-    left.set(ylabel="prefill skipped, % of prompt tokens", title="What the cache saves", ylim=(0, None))
-    left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), frameon=False)
-    right.plot(
-        sizes, [row.objects_peak_count for row in found.rows], "o-", color=BLUE, label="objects at the peak"
-    )
-    right.set_yscale("log")
+    left.set(ylabel="prefill skipped, % of prompt tokens", title="What the cache saves",
+             ylim=(0, max(shares) * HEADROOM or 1))  # fmt: skip
+    left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), **LEGEND)
+    objects = [row.objects_peak_count for row in found.rows]
+    right.plot(sizes, objects, "o-", color=BLUE, label="objects at the peak")
+    _counts(right, [*objects, 1] if not all(objects) else objects)
     right.set(ylabel="objects", title="What that costs")
     other = right.twinx()
-    other.plot(
-        sizes, [row.load_p99_ns / 1e6 for row in found.rows], "s--", color=ORANGE, label="load P99, ms"
-    )
-    other.set(ylabel="ms", ylim=(0, None))
+    unit, factor = _scale(max(row.load_p99_ns for row in found.rows), TIME_SCALES)
+    loads = [row.load_p99_ns / factor for row in found.rows]
+    other.plot(sizes, loads, "s--", color=ORANGE, label=f"P99 of a load, {unit}")
+    other.set(ylabel=unit, ylim=(0, max(loads) * HEADROOM or 1))
+    other.yaxis.set_major_formatter(_plain)
     other.spines["top"].set_visible(False)
     handles = [*right.get_lines(), *other.get_lines()]
-    right.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=2, frameon=False)
+    right.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=2, **LEGEND)
     for axis in (left, right):
         axis.set_xscale("log", base=2)
         _token_ticks(axis, sizes)

@@ -1,4 +1,4 @@
-"""What `kvctl plan` prints: a ledger, the traffic matrix, the rows of a sweep. Called by `kvd.kvctl.plan` alone."""
+"""What `kvctl plan` prints: a ledger, the traffic matrix, the rows of a sweep. Called by its commands alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from kvd.plan.chunk import ChunkRow, ChunkSweep
 from kvd.plan.ledger import Ledger, plain
 from kvd.plan.network import NetworkPlan
 
-matrix_shown_nodes_max = 7  # what fits 80 columns
+matrix_shown_nodes_max = 7  # what fits 80 columns, the last node among them
+
+
+_GAP = "…"
 
 
 def console() -> Console:
@@ -29,8 +32,7 @@ def print_ledger(title: str, ledger: Ledger) -> None:
     table.add_column("how", overflow="fold")
     table.add_column("value", justify="right", no_wrap=True)
     for step in ledger.steps:
-        # ≈ belongs to a result; within an expression it would only be in the way.
-        table.add_row(step.label, step.expression.replace("≈ ", ""), step.text)
+        table.add_row(step.label, step.expression, step.text)
     out.print(table)
     out.print("Assumed:", style="bold")
     for assumption in ledger.assumptions:
@@ -40,20 +42,28 @@ def print_ledger(title: str, ledger: Ledger) -> None:
 
 def print_matrix(plan: NetworkPlan) -> None:
     """The directed traffic matrix, rows send and columns receive, with the sums that links have to carry."""
-    matrix = plan.matrix
-    nodes = range(len(matrix.nodes))
-    shown = [n for n in nodes if n < matrix_shown_nodes_max]
-    cut = len(matrix.nodes) - len(shown)
-    title = "GiB/s from row to column" + (f" (first {len(shown)} of {len(matrix.nodes)})" if cut else "")
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    matrix, nodes = plan.matrix, range(len(plan.matrix.nodes))
+    shown: list[int | None] = list(nodes)
+    title = "GiB/s from row to column"
+    if len(nodes) > matrix_shown_nodes_max:
+        # All but the first are alike, and the last stands for those left out.
+        shown = [*nodes[: matrix_shown_nodes_max - 2], None, nodes[-1]]
+        title += f" ({matrix_shown_nodes_max - 1} of {len(nodes)}, the rest like the last)"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False,
+                  collapse_padding=True)  # fmt: skip
     table.add_column("")
-    for name in [*(matrix.nodes[n] for n in shown), "sends"]:
+    for name in [*(_GAP if n is None else matrix.nodes[n] for n in shown), "sends"]:
         table.add_column(name, justify="right", no_wrap=True)
     for source in shown:
-        cells = [_gib(matrix.bytes_per_s[source][target]) for target in shown]
-        cells[source] = "-"
+        if source is None:
+            table.add_row(*[_GAP] * (len(shown) + 2))
+            continue
+        row = matrix.bytes_per_s[source]
+        cells = [_GAP if n is None else "-" if n == source else _gib(row[n]) for n in shown]
         table.add_row(matrix.nodes[source], *cells, _gib(matrix.egress_bytes_per_s[source]))
-    table.add_row("receives", *(_gib(matrix.ingress_bytes_per_s[n]) for n in shown), "")
+    table.add_row(
+        "receives", *(_GAP if n is None else _gib(matrix.ingress_bytes_per_s[n]) for n in shown), ""
+    )
     console().print(table)
 
 
@@ -71,17 +81,26 @@ def print_rows(found: ChunkSweep) -> None:
         ("objects\nat peak", lambda row: f"{row.objects_peak_count:,}"),
         ("metadata\nMiB", lambda row: f"{row.metadata_peak_bytes / units.MIB:,.1f}"),
         ("CPU\ns", lambda row: f"{row.metadata_cpu_ns / 1e9:,.2f}"),
-        ("fetched\nGiB", lambda row: f"{row.fetched_bytes / gib:,.1f}"),
+        ("read\nGiB", lambda row: f"{row.fetched_bytes / gib:,.1f}"),
         ("in vain\nGiB", lambda row: f"{row.fetched_in_vain_bytes / gib:,.1f}"),
-        ("mean\nGiB/s", lambda row: f"{float(row.fetched_mean_bytes_per_s) / gib:,.2f}"),
-        ("P50\nms", lambda row: f"{row.load_p50_ns / 1e6:,.1f}"),
-        ("P99\nms", lambda row: f"{row.load_p99_ns / 1e6:,.1f}"),
+        ("read\nGiB/s", lambda row: f"{float(row.fetched_mean_bytes_per_s) / gib:,.2f}"),
+        ("P50 of\nload ms", lambda row: f"{row.load_p50_ns / 1e6:,.1f}"),
+        ("P99 of\nload ms", lambda row: f"{row.load_p99_ns / 1e6:,.1f}"),
     )
     for title, _ in columns:
         table.add_column(title, justify="right", no_wrap=True)
     for row in found.rows:
         table.add_row(*(show(row) for _, show in columns))
-    console().print(table)
+    out = console()
+    out.print(table)
+    loads = sorted({row.requests_hit_count for row in found.rows})
+    over = f"{loads[0]:,}" if len(loads) == 1 else f"{loads[0]:,} to {loads[-1]:,}"
+    span = units.format_ns(found.rows[0].span_ms * 1_000_000)
+    out.print(
+        f"CPU: of all metadata. Read: bytes loaded; in vain: what of them was not needed; GiB/s: "
+        f"read ÷ the {span} of the trace. P50, P99: time of one load, over the {over} requests that load something.\n",
+        markup=False,
+    )
 
 
 def row_dict(row: ChunkRow) -> dict[str, object]:

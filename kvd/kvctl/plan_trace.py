@@ -11,25 +11,39 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvd.errors import UsageError
-from kvd.plan.chunk import RecordedRequest
+from kvd.plan.chunk import RecordedRequest, check_blocks
 
 trace_line_bytes_max = 4 << 20
 trace_id_max = (1 << 64) - 1  # hashes of blocks are 64 bits in the traces there are
 
 
-def read_trace(path: Path, requests_max: int) -> Iterator[RecordedRequest]:
-    """Requests of a JSON-lines trace. UsageError names the line and the field that is wrong."""
+def read_trace(path: Path, requests_max: int, block_tokens: int | None = None) -> Iterator[RecordedRequest]:
+    """Requests of a JSON-lines trace. UsageError names the line and the field that is wrong.
+
+    With `block_tokens` the ids of a request must be as many as its prompt has blocks.
+    """
     try:
         with path.open("rb") as lines:
             for number in range(1, requests_max + 1):
                 line = lines.readline(trace_line_bytes_max + 1)
                 if not line:
                     return
-                yield _trace_request(line, f"--trace {path}, line {number}")
+                where = f"--trace {path}, line {number}"
+                request = _trace_request(line, where)
+                if block_tokens is not None and block_tokens > 0:
+                    _check_blocks(request, block_tokens, where)
+                yield request
     except OSError as error:
         raise UsageError(
             f"--trace = {path}: {error.strerror}; allowed: a readable file", code="file"
         ) from None
+
+
+def _check_blocks(request: RecordedRequest, block_tokens: int, where: str) -> None:
+    try:
+        check_blocks(request, block_tokens)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error.message}", code="trace", field="hash_ids") from None
 
 
 def _trace_request(line: bytes, where: str) -> RecordedRequest:
@@ -43,13 +57,19 @@ def _trace_request(line: bytes, where: str) -> RecordedRequest:
         raise UsageError(f"{where} is not a JSON object; allowed: one object a line", code="trace")
     numbers = []
     for name in ("timestamp", "input_length", "output_length"):
-        value = data.get(name)
+        if name not in data:
+            raise UsageError(f"{where}: {name} is missing; allowed: a whole number", code="trace", field=name)
+        value = data[name]
         if isinstance(value, bool) or not isinstance(value, int):
             raise UsageError(
                 f"{where}: {name} = {value!r}; allowed: a whole number", code="trace", field=name
             )
         numbers.append(value)
-    ids = data.get("hash_ids")
+    if "hash_ids" not in data:
+        raise UsageError(
+            f"{where}: hash_ids is missing; allowed: a list of whole numbers", code="trace", field="hash_ids"
+        )
+    ids = data["hash_ids"]
     if not isinstance(ids, list):
         raise UsageError(
             f"{where}: hash_ids is a {type(ids).__name__}; allowed: a list of whole numbers",

@@ -2,6 +2,6 @@
 
 Owns the three ledgers (capacity, objects, network), the break-even of loading against computing, the routing
 estimate, Little's law, value per byte and the chunk-size sweep. Nothing here imports `kvd.layout` or
-`kvd.core`: bytes per token arrive as an int, and the sweep replays through a protocol. `breakeven` may be
+`kvd.core`: what a model keeps arrives as a `Footprint`, and the sweep replays through a protocol. `breakeven` may be
 used by anyone above, live; the other modules by `kvctl plan` and benchmarks. No state, any thread.
 """

@@ -2,9 +2,9 @@
 
     T_lookup + T_load_critical + (Q_reuse - Q_cold)  <  T_prefill_full - T_prefill_suffix
 
-Owns that inequality, the load cost model and the prefill cost model. The upper half of the module is used
-live, once per request with measured rates: ints in nanoseconds, a handful of additions, nothing kept. The
-lower half is the ledger that shows the same arithmetic to a person. Pure, any thread.
+Owns that inequality, the load cost model, the prefill cost model and its fit. Used live, once per request with
+measured rates: ints in nanoseconds, a handful of additions, nothing kept. The ledgers that show the same arithmetic to
+a person are in `kvd.plan.breakeven_ledger`. Pure, any thread.
 
 The time saved is a difference of two prefills, never a share P/S of one: attention grows with the square of
 the length, and the suffix still attends to the prefix.
@@ -12,14 +12,14 @@ the length, and the suffix still attends to the prefix.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from kvd.errors import UsageError
 from kvd.plan import units
-from kvd.plan.ledger import Answer, Step
-from kvd.plan.units import check_int, check_positive, format_bandwidth, format_bytes, format_ns, format_number
+from kvd.plan.footprint import Footprint
+from kvd.plan.units import check_int
 
 NS_PER_S = 1_000_000_000
 
@@ -132,28 +132,38 @@ def load_gain_ns(
 
 
 def break_even_tokens(
-    cost: LoadCost, prefill: PrefillCost, bytes_per_token: int, tokens_max: int, queue_delta_ns: int = 0
+    cost: LoadCost,
+    prefill: PrefillCost,
+    footprint: Footprint,
+    tokens_max: int,
+    queue_delta_ns: int = 0,
+    chunk_tokens: int = 1,
 ) -> int | None:
-    """The shortest prefix worth loading, or None if none up to `tokens_max` is.
+    """The shortest prefix of whole chunks that is worth loading, or None if none up to `tokens_max` is.
 
-    The gain is a convex function of the length that starts at or below 0 (with `queue_delta_ns` >= 0), so it
-    crosses 0 once and bisection finds the crossing. Raises UsageError for a negative delay or sizes.
+    What it saves is convex in the length: full attention, so a linear and a quadratic part. What it costs is concave on
+    multiples of the chunk: a constant (look-up, snapshot, synchronisation, queueing) and the bytes, of which a full
+    group needs all tokens and a window the smaller of length and window. So the gain is convex, starts at or below 0
+    at length 0 (`queue_delta_ns` >= 0) and crosses 0 once: bisection finds the crossing. A chunked group, whose need
+    goes up and down with the length, enters with the most it can need (`KeptGroup.last_is_bound`), which keeps this
+    true and errs on the side of computing. Raises UsageError for a negative delay or sizes out of range.
     """
-    check_int("bytes per token", bytes_per_token, 1, units.plan_bytes_max)
     check_int("tokens", tokens_max, 1, units.plan_count_max)
+    check_int("chunk tokens", chunk_tokens, 1, tokens_max)
     check_int("extra queueing of reuse", queue_delta_ns, 0, units.plan_duration_ns_max)
 
-    def pays(tokens: int) -> bool:
-        size = tokens * bytes_per_token
+    def pays(chunks: int) -> bool:
+        tokens = chunks * chunk_tokens
+        size = footprint.needed_bytes(tokens, chunk_tokens)
         return load_gain_ns(cost, prefill, tokens + 1, tokens, size, queue_delta_ns) > 0
 
-    if not pays(tokens_max):
+    low, high = 0, tokens_max // chunk_tokens  # not pays(low), pays(high)
+    if not pays(high):
         return None
-    low, high = 0, tokens_max  # not pays(low), pays(high)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if pays(middle) else (middle, high)
-    return high
+    return high * chunk_tokens
 
 
 def fit_prefill(samples: Sequence[tuple[int, int]]) -> PrefillCost:
@@ -211,206 +221,3 @@ def _least_squares(rows: Sequence[Sequence[Fraction]]) -> list[Fraction]:
                 factor = matrix[other][pivot]
                 matrix[other] = [a - factor * b for a, b in zip(matrix[other], matrix[pivot], strict=True)]
     return [row[-1] for row in matrix]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BreakEvenPlan:
-    """The inequality for one load. Times in ns, size in bytes, bandwidth in bytes a second.
-
-    `hidden_ns` is the part of load and copy that overlaps with compute and so is not on the critical path.
-    Raises UsageError: a value out of range, more hidden than there is.
-    """
-
-    size_bytes: int
-    bandwidth_bytes_per_s: Fraction
-    lookup_ns: int
-    h2d_ns: int
-    sync_ns: int
-    prefill_saved_ns: int
-    hidden_ns: int = 0
-    queue_reuse_ns: int = 0
-    queue_cold_ns: int = 0
-
-    def __post_init__(self) -> None:
-        check_int("bytes", self.size_bytes, 1, units.plan_bytes_max)
-        check_positive("bandwidth", self.bandwidth_bytes_per_s, units.plan_bandwidth_bytes_per_s_max)
-        for name in ("lookup", "h2d", "sync", "prefill_saved", "hidden", "queue_reuse", "queue_cold"):
-            check_int(name.replace("_", " "), getattr(self, f"{name}_ns"), 0, units.plan_duration_ns_max)
-        if self.hidden_ns > self.load_ns + self.h2d_ns + self.sync_ns:
-            raise UsageError(
-                f"hidden = {format_ns(self.hidden_ns)} is more than load, copy and sync take together; "
-                f"allowed: 0 … {format_ns(self.load_ns + self.h2d_ns + self.sync_ns)}",
-                code="contradiction", hidden_ns=self.hidden_ns,
-            )  # fmt: skip
-
-    @property
-    def load_ns(self) -> int:
-        """Transfer time, rounded up."""
-        return units.ceil_div(self.size_bytes * NS_PER_S, self.bandwidth_bytes_per_s)
-
-    @property
-    def load_critical_ns(self) -> int:
-        """Load, copy and sync on the critical path."""
-        return self.load_ns + self.h2d_ns + self.sync_ns - self.hidden_ns
-
-    @property
-    def cost_ns(self) -> int:
-        """The left side of the inequality."""
-        return self.lookup_ns + self.load_critical_ns + self.queue_reuse_ns - self.queue_cold_ns
-
-    @property
-    def gain_ns(self) -> int:
-        """The right side less the left."""
-        return reuse_gain_ns(
-            self.lookup_ns,
-            self.load_critical_ns,
-            self.queue_reuse_ns,
-            self.queue_cold_ns,
-            self.prefill_saved_ns,
-        )
-
-    @property
-    def worth_it(self) -> bool:
-        """Whether to load; a draw is not worth the trouble."""
-        return self.gain_ns > 0
-
-    @property
-    def bandwidth_min_bytes_per_s(self) -> Fraction | None:
-        """The bandwidth at which loading would draw, None if no bandwidth would do."""
-        left = self.prefill_saved_ns - (self.cost_ns - self.load_ns)
-        return Fraction(self.size_bytes * NS_PER_S, left) if left > 0 else None
-
-    @property
-    def answers(self) -> Mapping[str, Answer]:
-        """Results under stable names."""
-        return {
-            "load_ns": self.load_ns,
-            "load_critical_ns": self.load_critical_ns,
-            "cost_ns": self.cost_ns,
-            "prefill_saved_ns": self.prefill_saved_ns,
-            "gain_ns": self.gain_ns,
-            "worth_it": self.worth_it,
-            "bandwidth_min_bytes_per_s": self.bandwidth_min_bytes_per_s,
-        }
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """The arithmetic, in order."""
-        hidden = f" - {format_ns(self.hidden_ns)} hidden" if self.hidden_ns else ""
-        queue = self.queue_reuse_ns - self.queue_cold_ns
-        rows = [
-            Step("load", f"{format_bytes(self.size_bytes)} ÷ {format_bandwidth(self.bandwidth_bytes_per_s)}",
-                 self.load_ns, "ns"),
-            Step("on the critical path", f"load {format_ns(self.load_ns)} + copy to GPU "
-                 f"{format_ns(self.h2d_ns)} + sync {format_ns(self.sync_ns)}{hidden}",
-                 self.load_critical_ns, "ns"),
-            Step("queue, reuse less cold",
-                 f"{format_ns(self.queue_reuse_ns)} - {format_ns(self.queue_cold_ns)}", queue, "ns"),
-            Step("cost of reuse", f"lookup {format_ns(self.lookup_ns)} + "
-                 f"{format_ns(self.load_critical_ns)} + queue {format_ns(queue)}", self.cost_ns, "ns"),
-            Step("prefill saved", "full prefill - prefill of the suffix",
-                 self.prefill_saved_ns, "ns"),
-            Step("gain", f"{format_ns(self.prefill_saved_ns)} - {format_ns(self.cost_ns)}",
-                 self.gain_ns, "ns"),
-        ]  # fmt: skip
-        least = self.bandwidth_min_bytes_per_s
-        if least is not None:
-            others = format_ns(self.cost_ns - self.load_ns)
-            rows.append(Step("bandwidth for a draw", f"{format_bytes(self.size_bytes)} ÷ "
-                             f"({format_ns(self.prefill_saved_ns)} - {others})", least, "B/s"))  # fmt: skip
-        return tuple(rows)
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        """What the numbers take for granted."""
-        return (
-            "load, copy and sync follow one another"
-            + (f", but for {format_ns(self.hidden_ns)} that overlap with compute" if self.hidden_ns else ""),
-            "prefill saved is a full prefill less a prefill of the suffix, both measured, not a part of one",
-            "bandwidth is what this load gets while others run, not what the link can do alone",
-        )
-
-    @property
-    def conclusion(self) -> str:
-        """What follows, and what does not."""
-        cost, saved = format_ns(self.cost_ns), format_ns(self.prefill_saved_ns)
-        verdict = (
-            f"Loading is worth it: it costs {cost} and saves {saved} of prefill"
-            if self.worth_it
-            else f"Loading is not worth it: it costs {cost} and saves {saved} of prefill, so compute"
-        )
-        return f"{verdict}; this holds for one request at these rates, which kvd measures again as it runs."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BreakEvenLength:
-    """From which length on loading a prefix pays, at given load and prefill costs. Raises UsageError as they do."""
-
-    cost: LoadCost
-    prefill: PrefillCost
-    bytes_per_token: int
-    tokens_max: int = 1 << 20
-    queue_delta_ns: int = 0
-
-    @property
-    def tokens(self) -> int | None:
-        """The shortest prefix worth loading, None if none up to `tokens_max` is."""
-        return break_even_tokens(
-            self.cost, self.prefill, self.bytes_per_token, self.tokens_max, self.queue_delta_ns
-        )
-
-    def cost_ns(self, tokens: int) -> int:
-        """Lookup, load, copy, sync and the extra queueing for a prefix of `tokens`."""
-        return (
-            self.cost.lookup_ns + self.cost.critical_ns(tokens * self.bytes_per_token) + self.queue_delta_ns
-        )
-
-    def saved_ns(self, tokens: int) -> int:
-        """Prefill saved by a prefix of `tokens` before a suffix of one token."""
-        return self.prefill.saved_ns(tokens + 1, tokens)
-
-    @property
-    def answers(self) -> Mapping[str, Answer]:
-        """Results under stable names."""
-        return {"break_even_tokens": self.tokens, "tokens_max": self.tokens_max}
-
-    @property
-    def steps(self) -> tuple[Step, ...]:
-        """The arithmetic, in order."""
-        shown = self.tokens or self.tokens_max
-        size = shown * self.bytes_per_token
-        model = self.prefill
-        linear = format_ns(Fraction(model.linear_ps_per_token, 1_000))
-        pair = format_ns(Fraction(model.quadratic_fs_per_pair, 1_000_000))
-        text = f"{format_number(shown)} × {linear} + {format_number(shown)}² ÷ 2 × {pair}"
-        rows = [
-            Step("prefix", "the shortest that pays" if self.tokens else "none pays; the longest looked at",
-                 shown, "tokens"),
-            Step("its bytes", f"{format_number(shown)} × {format_number(self.bytes_per_token)} B", size, "B"),
-            Step("cost of reuse", "lookup + load + copy to GPU + sync + extra queueing", self.cost_ns(shown), "ns"),
-            Step("prefill saved", text, self.saved_ns(shown), "ns"),
-        ]  # fmt: skip
-        return tuple(rows)
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        """What the numbers take for granted."""
-        fixed = format_ns(self.prefill.fixed_ns)
-        return (
-            f"prefill grows linearly with the new tokens and with the pairs that attend, plus {fixed} that are not "
-            f"saved; fitted to the samples given",
-            "load and copy run at the same rates at every length",
-            "nothing of them overlaps with compute, and a queue that reuse avoids is not counted: with either, the "
-            "length is no longer than this",
-        )
-
-    @property
-    def conclusion(self) -> str:
-        """What follows, and what does not."""
-        found = self.tokens
-        verdict = (
-            f"Prefixes below {format_number(found)} tokens are faster to compute than to load"
-            if found is not None
-            else f"No prefix up to {format_number(self.tokens_max)} tokens is worth loading"
-        )
-        return f"{verdict} at these rates; beyond the sampled lengths this is extrapolation."

@@ -12,7 +12,9 @@ from fractions import Fraction
 
 from kvd.errors import UsageError
 from kvd.plan import units
+from kvd.plan.footprint import KeptGroup, by_group
 from kvd.plan.ledger import Answer, Step
+from kvd.plan.prefixes import Prefixes
 from kvd.plan.units import (
     check_int,
     check_positive,
@@ -24,33 +26,25 @@ from kvd.plan.units import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CapacityPlan:
+class CapacityPlan(Prefixes):
     """Unique KV bytes × copies against usable memory, all in bytes and exact.
 
-    `shared_tokens` are leading tokens common to all prefixes, stored once. `usable_share` is the part of a
-    host's memory that holds payload. `spare_hosts` may be lost at once and their copies made again on the
-    others. Raises UsageError: a value out of range, more copies than hosts, more shared tokens than a
-    prefix has, no host left after `spare_hosts` are lost.
+    `usable_share` is the part of a host's memory that holds payload. `spare_hosts` may be lost at once and their
+    copies made again on the others. Raises UsageError: as `Prefixes` does, a value out of range, more copies than
+    hosts, no host left after `spare_hosts` are lost.
     """
 
-    prefixes_count: int
-    prefix_tokens: int
-    bytes_per_token: int
     replicas_count: int
     hosts_count: int
     dram_per_host_bytes: int
     usable_share: Fraction
-    shared_tokens: int = 0
     spare_hosts: int = 1
 
     def __post_init__(self) -> None:
-        check_int("prefixes", self.prefixes_count, 1, units.plan_count_max)
-        check_int("prefix tokens", self.prefix_tokens, 1, units.plan_count_max)
-        check_int("bytes per token", self.bytes_per_token, 1, units.plan_bytes_max)
+        Prefixes.__post_init__(self)
         check_int("hosts", self.hosts_count, 1, units.plan_count_max)
         check_int("replicas", self.replicas_count, 1, units.plan_count_max)
         check_int("memory of a host", self.dram_per_host_bytes, 1, units.plan_bytes_max)
-        check_int("shared tokens", self.shared_tokens, 0, units.plan_count_max)
         check_int("spare hosts", self.spare_hosts, 0, units.plan_count_max)
         check_positive("usable share", self.usable_share, 1)
         if self.replicas_count > self.hosts_count:
@@ -58,12 +52,6 @@ class CapacityPlan:
                 f"replicas = {self.replicas_count} with hosts = {self.hosts_count}: copies on one host are "
                 f"lost together; allowed: 1 … {self.hosts_count} replicas",
                 code="contradiction", replicas=self.replicas_count, hosts=self.hosts_count,
-            )  # fmt: skip
-        if self.shared_tokens > self.prefix_tokens:
-            raise UsageError(
-                f"shared tokens = {self.shared_tokens} is more than a prefix of {self.prefix_tokens} tokens "
-                f"has; allowed: 0 … {self.prefix_tokens}",
-                code="contradiction", shared_tokens=self.shared_tokens, prefix_tokens=self.prefix_tokens,
             )  # fmt: skip
         if self.spare_hosts >= self.hosts_count:
             raise UsageError(
@@ -75,14 +63,8 @@ class CapacityPlan:
 
     @property
     def prefix_bytes(self) -> int:
-        """KV of one prefix."""
-        return self.prefix_tokens * self.bytes_per_token
-
-    @property
-    def unique_bytes(self) -> int:
-        """One copy of everything."""
-        own_tokens = self.prefixes_count * (self.prefix_tokens - self.shared_tokens)
-        return (own_tokens + self.shared_tokens) * self.bytes_per_token
+        """One prefix with what it shares, snapshots included."""
+        return self.own_bytes + self.shared_bytes
 
     @property
     def demand_bytes(self) -> int:
@@ -142,23 +124,14 @@ class CapacityPlan:
     @property
     def steps(self) -> tuple[Step, ...]:
         """The arithmetic, in order."""
-        tokens, shared = format_number(self.prefix_tokens), format_number(self.shared_tokens)
-        prefixes, hosts = format_number(self.prefixes_count), format_number(self.hosts_count)
         demand, per_host = format_bytes(self.demand_bytes), format_bytes(self.usable_per_host_bytes)
-        token, memory = format_number(self.bytes_per_token), format_bytes(self.dram_per_host_bytes)
-        unique = (
-            f"({prefixes} × ({tokens} - {shared}) + {shared}) tokens × {token} B"
-            if self.shared_tokens
-            else f"{prefixes} prefixes × {format_bytes(self.prefix_bytes)}"
-        )
+        memory = format_bytes(self.dram_per_host_bytes)
         rows: list[tuple[str, str, int | Fraction, str]] = [
-            ("one prefix", f"{tokens} tokens × {token} B", self.prefix_bytes, "B"),
-            ("unique KV", unique, self.unique_bytes, "B"),
             ("with copies", f"{format_bytes(self.unique_bytes)} × {self.replicas_count:,}",
              self.demand_bytes, "B"),
             ("usable on a host", f"{memory} × {format_share(self.usable_share)}",
              self.usable_per_host_bytes, "B"),
-            ("usable in all", f"{hosts} hosts × {per_host}", self.usable_bytes, "B"),
+            ("usable in all", f"{counted(self.hosts_count, 'host')} × {per_host}", self.usable_bytes, "B"),
             ("headroom", f"{format_bytes(self.usable_bytes)} - {demand}", self.headroom_bytes, "B"),
             ("hosts at least", f"{demand} ÷ {per_host}, rounded up", self.hosts_min, "hosts"),
             ("headroom on those", f"{format_number(self.hosts_min)} × {per_host} - {demand}",
@@ -167,19 +140,57 @@ class CapacityPlan:
         if self.spare_hosts:
             text = f"{format_number(self.hosts_min)} + {self.spare_hosts} that may be lost"
             rows.append(("hosts with spares", text, self.hosts_spare_min, "hosts"))
-        return tuple(Step(*row) for row in rows)
+        return (*self._unique_steps, *(Step(*row) for row in rows))
+
+    @property
+    def _unique_steps(self) -> tuple[Step, ...]:
+        """One prefix by group, what it shares, and all of them."""
+        prefixes = counted(self.prefixes_count, "prefix", "prefixes")
+        if not self.shared_chunks_count:
+            rows = self._part_steps("one prefix", self.own_chunks_count, self.own_snapshots_count)
+            return (
+                *rows,
+                Step("unique KV", f"{prefixes} × {format_bytes(self.own_bytes)}", self.unique_bytes, "B"),
+            )
+        return (
+            *self._part_steps("own part", self.own_chunks_count, self.own_snapshots_count),
+            *self._part_steps("shared part", self.shared_chunks_count, self.shared_snapshots_count),
+            Step("unique KV", f"{prefixes} × {format_bytes(self.own_bytes)} + {format_bytes(self.shared_bytes)}",
+                 self.unique_bytes, "B"),
+        )  # fmt: skip
+
+    def _part_steps(self, label: str, chunks: int, snapshots: int) -> list[Step]:
+        """Whole chunks and snapshots of one prefix, or of what all share, by group."""
+        groups = self.footprint.groups
+        rows = [
+            self._group_step(by_group(label, groups, group), group, chunks, snapshots) for group in groups
+        ]
+        if len(rows) > 1:
+            total = self.footprint.stored_bytes(chunks * self.chunk_tokens, snapshots)
+            rows.append(Step(label, " + ".join(row.text for row in rows), total, "B"))
+        return rows
+
+    def _group_step(self, label: str, group: KeptGroup, chunks: int, snapshots: int) -> Step:
+        if group.is_state:
+            text = f"{counted(snapshots, 'snapshot')} × {format_bytes(group.snapshot_bytes)}"
+            return Step(label, text, snapshots * group.snapshot_bytes, "B")
+        tokens = chunks * self.chunk_tokens
+        text = f"{counted(tokens, 'token')} × {format_number(group.token_bytes)} B"
+        return Step(label, text, tokens * group.token_bytes, "B")
 
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What the numbers take for granted."""
         shared = (
-            f"the first {format_number(self.shared_tokens)} tokens of every prefix are the same, stored once"
+            f"the first {counted(self.shared_tokens, 'token')} of every prefix are the same, their chunks stored once"
             if self.shared_tokens
             else "no two prefixes begin alike (--shared-tokens says how much they have in common)"
         )
         return (
             "unique prefixes are counted, not requests",
             shared,
+            *self.kept_said,
+            *self._windows_said,
             f"{format_share(self.usable_share)} of a host's memory holds payload; the rest is left to "
             "metadata, rounding to slots, quarantine and everything else on the host",
             f"{counted(self.replicas_count, 'copy', 'copies')} of everything, spread evenly over the hosts, "
@@ -187,13 +198,24 @@ class CapacityPlan:
         )
 
     @property
+    def _windows_said(self) -> tuple[str, ...]:
+        """Windows save reading, not room."""
+        windowed = [group.name for group in self.footprint.groups if group.last_tokens is not None]
+        if not windowed:
+            return ()
+        return (
+            f"all tokens of {', '.join(windowed)} are kept: a reader may need any of them, though never all at once",
+        )
+
+    @property
     def conclusion(self) -> str:
         """What follows, and what does not."""
         hosts = counted(self.hosts_count, "host")
+        has = f"{hosts} {'has' if self.hosts_count == 1 else 'have'} {format_bytes(self.usable_bytes)}"
         if not self.fits:
             verdict = (
-                f"It does not fit: {format_bytes(self.demand_bytes)} are needed and {hosts} "
-                f"have {format_bytes(self.usable_bytes)}; it takes at least {format_number(self.hosts_min)}"
+                f"It does not fit: {format_bytes(self.demand_bytes)} are needed and {has}; it takes at least "
+                f"{format_number(self.hosts_min)}"
             )
         elif self.headroom_bytes == 0:
             verdict = f"It fits exactly on {hosts}, with no headroom: nothing can be added without evicting"

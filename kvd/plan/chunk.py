@@ -12,15 +12,24 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Protocol, TypeAlias
 
 from kvd.errors import UsageError
 from kvd.plan import units
 from kvd.plan.breakeven import transfer_ns
-from kvd.plan.ledger import Answer, Step
-from kvd.plan.units import check_int, counted, format_bytes, format_ns, format_number, format_share
+from kvd.plan.footprint import Footprint
+from kvd.plan.ledger import RESULT, Answer, Step
+from kvd.plan.units import (
+    check_int,
+    counted,
+    format_bandwidth,
+    format_bytes,
+    format_ns,
+    format_number,
+    format_share,
+)
 
 window_ms = 10_000
 sweep_sizes_max = 64
@@ -142,22 +151,26 @@ class SweepCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepSetup:
-    """What stays the same over the sweep. Raises UsageError for values out of range."""
+    """What stays the same over the sweep. Raises UsageError: values out of range, a model that keeps states only."""
 
-    bytes_per_token: int
+    footprint: Footprint
     trace_block_tokens: int
     engine_block_tokens: int = 16
-    members_count: int = 1
     capacity_bytes: int | None = None
     metadata_per_object_bytes: int = 512
     costs: SweepCosts = SweepCosts()
     through_core: bool = False
 
     def __post_init__(self) -> None:
-        check_int("bytes per token", self.bytes_per_token, 1, units.plan_bytes_max)
+        if not self.footprint.token_groups:
+            raise UsageError(
+                f"the model keeps states only ({format_bytes(self.footprint.snapshot_bytes)} a "
+                "snapshot) and no bytes per token, so that no chunk size saves or costs bytes; allowed: a model that "
+                "keeps tokens. `kvctl plan capacity` counts snapshots, `kvctl plan breakeven` weighs loading one",
+                code="states",
+            )
         check_int("block of the trace, in tokens", self.trace_block_tokens, 1, units.plan_count_max)
         check_int("block of the engine, in tokens", self.engine_block_tokens, 1, units.plan_count_max)
-        check_int("members of a chunk", self.members_count, 1, units.plan_count_max)
         check_int("metadata per object", self.metadata_per_object_bytes, 0, units.plan_bytes_max)
 
     def check_chunk(self, chunk_tokens: int) -> None:
@@ -176,7 +189,7 @@ class SweepSetup:
                 f"{self.engine_block_tokens}; allowed: multiples of {self.engine_block_tokens}",
                 code="chunk", chunk_tokens=chunk_tokens, block_tokens=self.engine_block_tokens,
             )  # fmt: skip
-        family_bytes = chunk_tokens * self.bytes_per_token
+        family_bytes = chunk_tokens * self.footprint.bytes_per_token
         if self.capacity_bytes is not None and self.capacity_bytes < family_bytes:
             raise UsageError(
                 f"capacity = {format_bytes(self.capacity_bytes)} holds no chunk of {chunk_tokens} tokens "
@@ -187,21 +200,29 @@ class SweepSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkRow:
-    """The replay at one chunk size. Counts and bytes are of the whole trace unless the name says peak."""
+    """The replay at one chunk size. Counts and bytes are of the whole trace unless the name says peak.
+
+    `span_ms` is from the first to the last request. Load times are of the requests that loaded something
+    (`requests_hit_count`). `cache_cpu_ns` is the part of `metadata_cpu_ns` that the cache measured, None if it did not.
+    """
 
     chunk_tokens: int
     requests_count: int
     prompt_tokens: int
     usable_tokens: int
     requests_hit_count: int
+    chunks_probed_count: int
+    chunks_leased_count: int
     objects_written_count: int
     objects_evicted_count: int
     objects_peak_count: int
     metadata_peak_bytes: int
     metadata_cpu_ns: int
+    cache_cpu_ns: int | None
     fetched_bytes: int
     fetched_in_vain_bytes: int
     written_bytes: int
+    span_ms: int
     fetched_mean_bytes_per_s: Fraction
     fetched_peak_bytes_per_s: Fraction
     load_p50_ns: int
@@ -213,19 +234,26 @@ class ChunkRow:
         return Fraction(self.usable_tokens, self.prompt_tokens)
 
 
+def check_blocks(request: RecordedRequest, trace_block_tokens: int) -> None:
+    """UsageError unless the request has an id for every block begun."""
+    ids, blocks = len(request.block_ids), -(-request.input_tokens // trace_block_tokens)
+    if ids != blocks:
+        raise UsageError(
+            f"request at {request.timestamp_ms} ms: {counted(ids, 'block id')} for "
+            f"{counted(request.input_tokens, 'token')}; "
+            f"allowed: {blocks:,}, one for every {trace_block_tokens} tokens begun",
+            code="trace", timestamp_ms=request.timestamp_ms,
+        )  # fmt: skip
+
+
 def chunk_chain(request: RecordedRequest, trace_block_tokens: int, chunk_tokens: int) -> list[int]:
     """Names of the whole chunks of a prompt. Two prompts share a name exactly if they share that prefix.
 
     A chunk of several blocks has the name of its last block, which stands for all before it; a part of a
     block has the block's name and its position in it. Raises UsageError when the ids do not fit the length.
     """
+    check_blocks(request, trace_block_tokens)
     ids = request.block_ids
-    if len(ids) != -(-request.input_tokens // trace_block_tokens):
-        raise UsageError(
-            f"request at {request.timestamp_ms} ms: {len(ids)} block ids for {request.input_tokens} tokens; "
-            f"allowed: one for every {trace_block_tokens} tokens begun",
-            code="trace", timestamp_ms=request.timestamp_ms,
-        )  # fmt: skip
     chunks = request.input_tokens // chunk_tokens
     if chunk_tokens >= trace_block_tokens:
         blocks = chunk_tokens // trace_block_tokens
@@ -251,35 +279,38 @@ def replay(
     setup.check_chunk(chunk_tokens)
     if not requests:
         raise UsageError("the trace has no requests; allowed: 1 or more", code="trace")
-    costs, members = setup.costs, setup.members_count
-    family_bytes = chunk_tokens * setup.bytes_per_token
+    costs, footprint = setup.costs, setup.footprint
+    groups, members = footprint.token_groups, footprint.chunk_members_count
+    family_bytes = chunk_tokens * footprint.bytes_per_token
     cache = factory(family_bytes, setup.capacity_bytes)
-    usable_sum = fetched = in_vain = cpu_ns = stored = evicted = peak = 0
+    usable_sum = fetched = in_vain = probed = leased = stored = evicted = peak = 0
     loads_ns: list[int] = []
     windows: dict[int, int] = {}
     for request in requests:
         chain = chunk_chain(request, setup.trace_block_tokens, chunk_tokens)
         hits = cache.match(chain, request.timestamp_ms)
         usable = usable_prefix(request.input_tokens, hits * chunk_tokens, setup.engine_block_tokens)
-        loaded = -(-usable // chunk_tokens)
-        probed = min(hits + 1, len(chain))
-        cpu_ns += probed * costs.match_per_chunk_ns + loaded * costs.lease_per_chunk_ns
-        if loaded:
-            size = loaded * family_bytes
+        probed += min(hits + 1, len(chain))
+        if usable:
+            needed = [group.needed_chunks(usable, chunk_tokens) for group in groups]
+            size = sum(
+                count * chunk_tokens * group.token_bytes for count, group in zip(needed, groups, strict=True)
+            )
+            objects = sum(count * group.members_count for count, group in zip(needed, groups, strict=True))
+            leased += max(needed)
             usable_sum += usable
             fetched += size
-            in_vain += size - usable * setup.bytes_per_token
+            in_vain += size - sum(group.needed_bytes(usable, 1) for group in groups)
             window = request.timestamp_ms // window_ms
             windows[window] = windows.get(window, 0) + size
-            overhead = loaded * members * costs.load_per_object_ns
-            loads_ns.append(overhead + transfer_ns(size, costs.load_bytes_per_s))
+            loads_ns.append(objects * costs.load_per_object_ns + transfer_ns(size, costs.load_bytes_per_s))
         if hits < len(chain):
             done = cache.publish(chain, request.timestamp_ms)
             stored += done.stored_count
             evicted += done.evicted_count
-            if cache.cpu_ns is None:
-                cpu_ns += done.stored_count * members * costs.publish_per_object_ns
         peak = max(peak, cache.families_count)
+    own_ns = cache.cpu_ns
+    published_ns = stored * members * costs.publish_per_object_ns if own_ns is None else own_ns
     loads_ns.sort()
     span_ms = max(requests[-1].timestamp_ms - requests[0].timestamp_ms, 1)
     return ChunkRow(
@@ -288,14 +319,18 @@ def replay(
         prompt_tokens=sum(request.input_tokens for request in requests),
         usable_tokens=usable_sum,
         requests_hit_count=len(loads_ns),
+        chunks_probed_count=probed,
+        chunks_leased_count=leased,
         objects_written_count=stored * members,
         objects_evicted_count=evicted * members,
         objects_peak_count=peak * members,
         metadata_peak_bytes=peak * members * setup.metadata_per_object_bytes,
-        metadata_cpu_ns=cpu_ns + (cache.cpu_ns or 0),
+        metadata_cpu_ns=probed * costs.match_per_chunk_ns + leased * costs.lease_per_chunk_ns + published_ns,
+        cache_cpu_ns=own_ns,
         fetched_bytes=fetched,
         fetched_in_vain_bytes=in_vain,
         written_bytes=stored * family_bytes,
+        span_ms=span_ms,
         fetched_mean_bytes_per_s=Fraction(fetched * 1_000, span_ms),
         fetched_peak_bytes_per_s=Fraction(max(windows.values(), default=0) * 1_000, window_ms),
         load_p50_ns=percentile(loads_ns, 50),
@@ -308,7 +343,7 @@ class ChunkSweep:
     """The rows of a sweep, smallest chunk first, and the setup they share."""
 
     setup: SweepSetup
-    rows: tuple[ChunkRow, ...]
+    rows: tuple[ChunkRow, ...] = field(metadata=RESULT)
 
     @property
     def answers(self) -> Mapping[str, Answer]:
@@ -338,29 +373,55 @@ class ChunkSweep:
     @property
     def steps(self) -> tuple[Step, ...]:
         """The arithmetic of the proposed row."""
-        best, members = self.proposed, self.setup.members_count
-        size = format_number(best.chunk_tokens)
+        best, footprint, costs = self.proposed, self.setup.footprint, self.setup.costs
+        size, members = format_number(best.chunk_tokens), footprint.chunk_members_count
+        families = counted(best.objects_peak_count // members, "family", "families")
+        span, hit = format_ns(best.span_ms * 1_000_000), counted(best.requests_hit_count, "load")
         return (
             Step("requests", "in the trace", best.requests_count, "requests"),
             Step("prompt tokens", "sum over the requests", best.prompt_tokens, "tokens"),
-            Step("bytes of a chunk", f"{size} tokens × {format_number(self.setup.bytes_per_token)} B",
-                 best.chunk_tokens * self.setup.bytes_per_token, "B"),
+            Step("bytes of a chunk", f"{counted(best.chunk_tokens, 'token')} × "
+                 f"{format_number(footprint.bytes_per_token)} B", best.chunk_tokens * footprint.bytes_per_token, "B"),
             Step(f"usable at {size}", "whole chunks present from the start, at most S - 1 tokens",
                  best.usable_tokens, "tokens"),
             Step("prefill skipped",
                  f"{format_number(best.usable_tokens)} ÷ {format_number(best.prompt_tokens)}",
                  best.usable_share, "share"),
-            Step("objects at the peak", f"families present × {counted(members, 'member')}",
+            Step("objects at the peak", f"{families} present × {counted(members, 'member')}",
                  best.objects_peak_count, "objects"),
-            Step("metadata CPU", "chunks probed, leased and objects published × their times",
-                 best.metadata_cpu_ns, "ns"),
+            Step("metadata CPU", f"{format_number(best.chunks_probed_count)} chunks looked up × "
+                 f"{format_ns(costs.match_per_chunk_ns)} + {format_number(best.chunks_leased_count)} leased × "
+                 f"{format_ns(costs.lease_per_chunk_ns)} + {self._published_text}", best.metadata_cpu_ns, "ns"),
+            Step("read, mean", f"{format_bytes(best.fetched_bytes)} in the {span} of the trace",
+                 best.fetched_mean_bytes_per_s, "B/s"),
+            Step("load, P50", f"of {hit}, each its objects × {format_ns(costs.load_per_object_ns)} + its bytes ÷ "
+                 f"{format_bandwidth(costs.load_bytes_per_s)}", best.load_p50_ns, "ns"),
+            Step("load, P99", "of the same", best.load_p99_ns, "ns"),
         )  # fmt: skip
+
+    @property
+    def _published_text(self) -> str:
+        """The part of the metadata's CPU time that storing takes."""
+        best = self.proposed
+        objects = f"{format_number(best.objects_written_count)} objects stored"
+        if best.cache_cpu_ns is None:
+            return f"{objects} × {format_ns(self.setup.costs.publish_per_object_ns)}"
+        return f"{format_ns(best.cache_cpu_ns)} measured in the core ({objects})"
 
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What the numbers take for granted."""
         costs, setup = self.setup.costs, self.setup
-        room = "without limit" if setup.capacity_bytes is None else format_bytes(setup.capacity_bytes)
+        room = "without limit" if setup.capacity_bytes is None else f"of {format_bytes(setup.capacity_bytes)}"
+        windows = setup.footprint.windows_said
+        states = (
+            (
+                "state snapshots are left out: a prompt goes on behind every chunk, as if a snapshot stood there, and "
+                "their bytes are neither stored nor loaded",
+            )
+            if setup.footprint.state_groups
+            else ()
+        )
         decided = (
             "kvd's own core decides what leaves; its CPU time is measured in this run, without rings and copies"
             if setup.through_core
@@ -372,14 +433,17 @@ class ChunkSweep:
             else f"publish {format_ns(costs.publish_per_object_ns)} an object: not measured here"
         )
         return (
-            f"one cache of {room}: {decided}",
+            f"one cache {room}: {decided}",
+            *((windows,) if windows else ()),
+            *states,
             "a prompt's chunks are stored as soon as it has been looked up; generated tokens are not stored",
             f"below {format_number(setup.trace_block_tokens)} tokens the trace does not tell where prompts "
             f"part within a block: the usable prefix of smaller chunks is a lower bound",
             f"match {format_ns(costs.match_per_chunk_ns)} and lease {format_ns(costs.lease_per_chunk_ns)} a "
             f"chunk, {publish}",
             f"load {format_ns(costs.load_per_object_ns)} an object + bytes ÷ "
-            f"{format_bytes(costs.load_bytes_per_s)}/s, alone on the link: P99 is over requests, no queues",
+            f"{format_bandwidth(costs.load_bytes_per_s)}, each load alone on the link: P50 and P99 are over the "
+            "requests that load something, without queues",
         )
 
     @property
@@ -387,7 +451,7 @@ class ChunkSweep:
         """What follows, and what does not."""
         best, most = self.proposed, self.most
         first = (
-            f"On this trace chunks of {format_number(best.chunk_tokens)} tokens skip "
+            f"On this trace chunks of {counted(best.chunk_tokens, 'token')} skip "
             f"{format_share(best.usable_share)} of the prefill"
         )
         if most is not best:

@@ -9,14 +9,15 @@ line by hand and a program can read exact numbers. No state, any thread.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from fractions import Fraction
 from typing import Protocol, TypeAlias
 
 from kvd.plan import units
 from kvd.plan.units import Number
 
-Answer: TypeAlias = Number | bool | str | None
+Answer: TypeAlias = "Number | bool | str | Sequence[Answer] | Mapping[str, Answer] | None"
+Plain: TypeAlias = "int | float | bool | str | list[Plain] | dict[str, Plain] | None"
 
 _SHOW = {
     "B": units.format_bytes,
@@ -40,11 +41,17 @@ class Step:
     value: Number
     unit: str
 
+    def __post_init__(self) -> None:
+        # Within a sum the sign stays with its number.
+        object.__setattr__(self, "expression", self.expression.replace("≈ ", "≈"))
+
     @property
     def text(self) -> str:
         """The value as a person reads it, with ≈ where digits were cut."""
         show = _SHOW.get(self.unit)
-        return f"{units.format_number(self.value)} {self.unit}" if show is None else show(self.value)
+        if show is not None:
+            return show(self.value)
+        return f"{units.format_number(self.value)} {singular(self.unit) if self.value == 1 else self.unit}"
 
     def as_dict(self) -> dict[str, object]:
         """JSON form; `exact` is the ratio of two ints where `value` had to become a float."""
@@ -57,6 +64,11 @@ class Step:
         }
         exact = Fraction(self.value)
         return out if exact.denominator == 1 else {**out, "exact": str(exact)}
+
+
+def singular(plural: str) -> str:
+    """'host' of 'hosts', 'family' of 'families'."""
+    return f"{plural[:-3]}y" if plural.endswith("ies") else plural.removesuffix("s")
 
 
 class Ledger(Protocol):
@@ -79,16 +91,35 @@ class Ledger(Protocol):
         """What follows, and what does not."""
 
 
-def plain(value: Answer) -> int | float | bool | str | None:
-    """A value as JSON can hold it: whole Fractions as int, others as float."""
+def plain(value: object) -> Plain:
+    """A value as JSON can hold it: whole Fractions as int, others as float; what holds values by its fields."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
     if isinstance(value, Fraction):
         return int(value) if value.denominator == 1 else float(value)
-    return value
+    if isinstance(value, Mapping):
+        return {str(name): plain(one) for name, one in value.items()}
+    if isinstance(value, Sequence):
+        return [plain(one) for one in value]
+    return inputs(value) if is_dataclass(value) else str(value)
+
+
+def inputs(value: object) -> dict[str, Plain]:
+    """The fields of a ledger, or of a value in one, but for those marked as results: `field(metadata=RESULT)`."""
+    if not is_dataclass(value):
+        return {}
+    return {
+        one.name: plain(getattr(value, one.name)) for one in fields(value) if "result" not in one.metadata
+    }
+
+
+RESULT: Mapping[str, bool] = {"result": True}
 
 
 def as_dict(ledger: Ledger) -> dict[str, object]:
     """The JSON form of any plan."""
     return {
+        "inputs": inputs(ledger),
         "answers": {name: plain(value) for name, value in ledger.answers.items()},
         "steps": [step.as_dict() for step in ledger.steps],
         "assumptions": list(ledger.assumptions),

@@ -263,17 +263,47 @@ class NetworkPlan:
             rows.append(Step("reads between hosts", f"{format_bandwidth(self.read_bytes_per_s)} × "
                              f"{format_share(1 - self.local_share)} not on their host",
                              crossing, "B/s"))  # fmt: skip
-        busiest = format_bandwidth(self.matrix.busiest_bytes_per_s)
-        each = "of the busiest host" if self.hosts_count is not None else "each way, duplex"
+            rows += self._cell_steps
+        matrix = self.matrix
+        busiest = format_bandwidth(matrix.busiest_bytes_per_s)
         rows += [
-            Step("busiest direction", f"largest row or column sum, {each}",
-                 self.matrix.busiest_bytes_per_s, "B/s"),
+            Step("busiest direction", self._busiest_text(matrix), matrix.busiest_bytes_per_s, "B/s"),
             Step("links at least", f"{busiest} ÷ {effective}, rounded up", self.links_per_node_min, "links"),
             Step("load of those" if self.links_count is None else "load of yours",
                  f"{busiest} ÷ ({self.links_count or self.links_per_node_min} × {effective})",
                  self.utilisation_share, "share"),
         ]  # fmt: skip
         return tuple(rows)
+
+    @property
+    def _cell_steps(self) -> list[Step]:
+        """The cells of the host-to-host matrix: what the first host, and every other, sends to each."""
+        assert self.hosts_count is not None
+        matrix, others = self.matrix, self.hosts_count - 1
+        read = format_bandwidth(self.read_bytes_per_s * (1 - self.local_share))
+        write = f"{format_bandwidth(self.write_bytes_per_s)} ÷ {self.hosts_count} hosts ÷ {counted(others, 'other')}"
+        if self.hot_share is None:
+            text = f"{read} ÷ {self.hosts_count} owners ÷ {counted(others, 'other')} + {write}"
+            return [Step("a host to each other", text, matrix.bytes_per_s[0][1], "B/s")]
+        hot, cold = format_share(self.hot_share), format_share(1 - self.hot_share)
+        cold = f"{read} × {cold} ÷ {counted(others, 'owner')} ÷ {counted(others, 'other')}"
+        return [
+            Step("host0 to each other", f"{read} × {hot} owned ÷ {counted(others, 'other')} + {write}",
+                 matrix.bytes_per_s[0][1], "B/s"),
+            Step("any other to each", f"{cold} + {write}",
+                 matrix.bytes_per_s[1][0], "B/s"),
+        ]  # fmt: skip
+
+    def _busiest_text(self, matrix: TrafficMatrix) -> str:
+        """What the busiest direction is the sum of. Of hosts it is what one sends: it sends to each as much as to any,
+        so that nobody receives more than the largest sender sends.
+        """
+        sends = matrix.egress_bytes_per_s
+        if self.hosts_count is None:
+            return f"the larger of {format_bandwidth(sends[0])} and {format_bandwidth(sends[1])}, links are duplex"
+        node = sends.index(matrix.busiest_bytes_per_s)
+        each = matrix.bytes_per_s[node][0 if node else 1]
+        return f"host{node} sends {self.hosts_count - 1} × {format_bandwidth(each)}"
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -300,12 +330,16 @@ class NetworkPlan:
     def conclusion(self) -> str:
         """What follows, and what does not."""
         where = "each host" if self.hosts_count is not None else "the cache"
-        need = f"{where} needs at least {counted(self.links_per_node_min, 'link')}"
+        least = self.links_per_node_min
+        need = f"{where} needs at least {counted(least, 'link')}" if least else f"{where} needs no link"
         load = format_share(self.utilisation_share)
+        if self.carries is None and not least:
+            return "Nothing crosses the network, so no link is needed; this holds while rates and sizes stay as given."
         if self.carries is None:
             first = f"{need[0].upper()}{need[1:]}, which would then be loaded to {load}"
         elif self.carries:
-            first = f"{counted(self.links_count or 0, 'link')} meet the bound at a load of {load}"
+            meet = "meets" if self.links_count == 1 else "meet"
+            first = f"{counted(self.links_count or 0, 'link')} {meet} the bound at a load of {load}"
         else:
             first = f"{counted(self.links_count or 0, 'link')} cannot carry it: {need}"
         return (

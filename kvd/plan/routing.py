@@ -23,7 +23,10 @@ hosts_max = 65_536
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One host as the router sees it, times in ns. `itl_ns`: its inter-token latency with this request."""
+    """One host as the router sees it, times in ns. `itl_ns`: its inter-token latency with this request.
+
+    `not_given` names the parts that nobody told and that count as 0.
+    """
 
     host: str
     queue_ns: int = 0
@@ -32,6 +35,7 @@ class Candidate:
     handoff_ns: int = 0
     itl_ns: int | None = None
     session: bool = False
+    not_given: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.host or len(self.host) > 255:
@@ -118,7 +122,17 @@ class RoutePlan:
         return {
             "chosen": chosen.host if chosen else None,
             "total_ns": chosen.total_ns if chosen else None,
-            "ranking": ", ".join(candidate.host for candidate in self.ranking),
+            "ranking": [candidate.host for candidate in self.ranking],
+            "hosts": [
+                {
+                    "host": candidate.host,
+                    "total_ns": candidate.total_ns,
+                    "itl_ns": candidate.itl_ns,
+                    "session": candidate.session,
+                    "refusal": self.refusal(candidate),
+                }
+                for candidate in self.candidates
+            ],
             **{f"refused:{c.host}": self.refusal(c) for c in self.candidates if self.refusal(c)},
         }
 
@@ -130,6 +144,7 @@ class RoutePlan:
                 f"{c.host}{' (session)' if c.session else ''}",
                 f"queue {format_ns(c.queue_ns)} + lookup and load {format_ns(c.lookup_load_ns)} + "
                 f"prefill {format_ns(c.prefill_ns)} + handoff {format_ns(c.handoff_ns)}"
+                + (f"; ITL {format_ns(c.itl_ns)}" if c.itl_ns is not None and not self.refusal(c) else "")
                 + (f"; out: {self.refusal(c)}" if self.refusal(c) else ""),
                 c.total_ns,
                 "ns",
@@ -145,11 +160,20 @@ class RoutePlan:
             if self.itl_limit_ns is None
             else f"a host whose ITL would be above {format_ns(self.itl_limit_ns)}, or is not known, is out"
         )
+        missing = (
+            f"{c.host}: {', '.join(c.not_given)} not given, counted as 0"
+            for c in self.candidates
+            if c.not_given
+        )
+        session = next((c.host for c in self.candidates if c.session), None)
         return (
+            *missing,
             "the four parts follow one another; what overlaps has to be left out of the numbers given",
             "queue waits are estimates of this moment and are old when the request arrives",
             limit,
-            f"the session's host is taken while it is at most {format_ns(self.session_margin_ns)} slower",
+            f"{session} holds the session and is taken while it is at most {format_ns(self.session_margin_ns)} slower"
+            if session is not None
+            else "no host holds the session, so the fastest is taken",
         )
 
     @property

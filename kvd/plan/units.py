@@ -11,7 +11,7 @@ refused by name, a number outside its bound is refused with the bound, nothing i
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Final, TypeAlias
 
@@ -52,7 +52,19 @@ _RATE_UNITS_PER_S: Final[dict[str, Fraction]] = {
     "/s": Fraction(1), "/min": Fraction(1, 60), "/h": Fraction(1, 3600), "/day": Fraction(1, 86_400),
 }  # fmt: skip
 
-_QUANTITY = re.compile(r"([+-]?)([0-9]+(?:\.[0-9]+)?)[ ]*([^0-9 .+-].*)?")
+# What people write for a unit that is not in its table, and what they may have meant.
+_HABITS: Final[dict[str, str]] = {
+    **{letter: f"{letter}iB or {letter}B" for letter in "KMGTP"},
+    **{f"{letter}i": f"{letter}iB" for letter in "KMGTP"},
+    "k": "KiB or kB", "bytes": "B",
+    "m": "min or ms", "sec": "s", "secs": "s", "second": "s", "seconds": "s", "msec": "ms", "usec": "us", "mins": "min",
+    "hr": "h", "hrs": "h",
+    "rps": "/s", "qps": "/s", "req/s": "/s", "requests/s": "/s", "per s": "/s", "/sec": "/s",
+    "rpm": "/min", "/m": "/min",
+}  # fmt: skip
+_PER_SECOND = re.compile(r"([kKMGTP]?i?)([bB])(?:it)?(?:ps|/sec)")
+
+_QUANTITY = re.compile(r"([+-]?)([0-9]+(?:\.[0-9]+)?|\.[0-9]+)[ ]*([^0-9 .+-].*)?")
 
 
 def _split(text: str, field: str, example: str) -> tuple[Fraction, str]:
@@ -69,27 +81,38 @@ def _split(text: str, field: str, example: str) -> tuple[Fraction, str]:
             code="quantity", field=field, value=text,
         )  # fmt: skip
     sign, digits, unit = match.groups()
-    number = Fraction(digits)
+    number = Fraction(f"0{digits}")
     return (-number if sign == "-" else number), (unit or "").strip()
 
 
 def _unknown_unit(field: str, text: str, unit: str, allowed: Mapping[str, Number]) -> UsageError:
     """The error for a unit outside its table; says which one was probably meant."""
     named = f"unknown unit {unit!r}" if unit else "no unit"
-    by_case = [name for name in allowed if name.lower() == unit.lower()]
-    with_time = f"{unit}/s"
-    if by_case:
-        hint = f"; did you mean {' or '.join(by_case)}? Units are case-sensitive, b is not a bit"
-    elif unit.removesuffix("/s").endswith("b") and len(unit.removesuffix("/s")) <= 3:
-        hint = "; b could be bits or bytes: write bit or B"
-    elif with_time in allowed:
-        hint = f"; did you mean {with_time}?"
-    else:
-        hint = ""
     return UsageError(
-        f"{field} = {text!r}: {named}; allowed: {', '.join(allowed)}{hint}",
+        f"{field} = {text!r}: {named}; allowed: {', '.join(allowed)}{_meant(unit, allowed)}",
         code="unit", field=field, value=text, unit=unit,
     )  # fmt: skip
+
+
+def _meant(unit: str, allowed: Mapping[str, Number]) -> str:
+    """'; did you mean …?' for a unit outside its table, '' if there is nothing near."""
+    by_case = [name for name in allowed if name.lower() == unit.lower()]
+    habit = _PER_SECOND.fullmatch(unit)
+    if habit is not None:
+        scale = "k" if habit[1] == "K" else habit[1]
+        usual = [f"{scale}bit/s"] if habit[2] == "b" else [f"{habit[1]}B/s"]
+    else:
+        usual = _HABITS.get(unit, _HABITS.get(unit.lower(), "")).split(" or ")
+    if by_case:
+        return f"; did you mean {' or '.join(by_case)}? Units are case-sensitive, b is not a bit"
+    likely = [name for name in usual if name in allowed] or [
+        f"{name}/s" for name in usual if f"{name}/s" in allowed
+    ]
+    if likely:
+        return f"; did you mean {' or '.join(likely)}?"
+    if unit.removesuffix("/s").endswith("b") and len(unit.removesuffix("/s")) <= 3:
+        return "; b could be bits or bytes: write bit or B"
+    return f"; did you mean {unit}/s?" if f"{unit}/s" in allowed else ""
 
 
 def _scaled(text: str, field: str, example: str, units: Mapping[str, Number], bare: str | None) -> Fraction:
@@ -143,6 +166,11 @@ def parse_share(text: str, field: str = "share") -> Fraction:
         raise UsageError(
             f"{field} = {text!r}: unknown unit {unit!r}; allowed: 0 … 1, or 0% … 100%",
             code="unit", field=field, value=text, unit=unit,
+        )  # fmt: skip
+    if not unit and 1 < number <= 100:
+        raise UsageError(
+            f"{field} = {text!r} is above 1; allowed: 0 … 1, or 0% … 100%; did you mean {text.strip()}%?",
+            code="range", field=field, value=text,
         )  # fmt: skip
     return check_share(field, number / 100 if unit == "%" else number, shown=text)
 
@@ -252,6 +280,11 @@ def format_rate(per_s: Number) -> str:
 def format_share(share: Number) -> str:
     """'75 %'."""
     return f"{format_number(Fraction(share) * 100)} %"
+
+
+def format_sum(first: Number, second: Number, show: Callable[[Number], str]) -> str:
+    """'a - b', or 'a + b' where b is below 0: what a person would write for first less second."""
+    return f"{show(first)} - {show(second)}" if second >= 0 else f"{show(first)} + {show(-second)}"
 
 
 def counted(count: int, singular: str, plural: str = "") -> str:

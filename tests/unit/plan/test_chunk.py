@@ -27,9 +27,10 @@ from kvd.plan.chunk import (
     sweep,
     usable_prefix,
 )
+from kvd.plan.footprint import Footprint
 
 TRACE = Path(__file__).parents[4] / "shared" / "traces" / "mooncake_conversation.jsonl"
-SETUP = SweepSetup(bytes_per_token=10, trace_block_tokens=64)
+SETUP = SweepSetup(footprint=Footprint.by_hand(10), trace_block_tokens=64)
 
 
 def request(tokens: int, *ids: int, at_ms: int = 0) -> RecordedRequest:
@@ -155,7 +156,7 @@ def test_replay_counts() -> None:
         match_per_chunk_ns=1, lease_per_chunk_ns=10, publish_per_object_ns=100, load_per_object_ns=1_000,
         load_bytes_per_s=10**9,
     )  # fmt: skip
-    setup = replace(SETUP, members_count=2, costs=costs)
+    setup = replace(SETUP, footprint=Footprint.by_hand(10, 2), costs=costs)
     prompts = [
         request(256, 1, 2, 3, 4),
         request(256, 1, 2, 3, 4, at_ms=1_000),
@@ -243,7 +244,7 @@ def test_the_public_trace_gives_the_published_block_hit_ratio() -> None:
             hits += cache.match(one.block_ids, one.timestamp_ms)
             cache.publish(one.block_ids, one.timestamp_ms)
         assert hits / blocks == pytest.approx(expected, abs=0.002)
-    setup = SweepSetup(bytes_per_token=131_072, trace_block_tokens=512, members_count=4)
+    setup = SweepSetup(footprint=Footprint.by_hand(131_072, 4), trace_block_tokens=512)
     found = sweep(requests, [256, 512, 1_024], setup)
     assert [round(float(row.usable_share), 3) for row in found.rows] == [0.374, 0.373, 0.34]
     assert found.proposed.chunk_tokens == 512

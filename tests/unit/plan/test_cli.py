@@ -85,7 +85,7 @@ def test_network_prints_the_matrix_and_that_it_is_a_bound() -> None:
 def test_large_matrices_are_cut_and_say_so() -> None:
     result = run(f"{NETWORK} --hosts 20 --local 5% --hot 0.3")
     assert result.exit_code == 0
-    assert "(first 7 of 20)" in result.stdout
+    assert "(6 of 20, the rest like the last)" in result.stdout
     assert max(map(len, result.stdout.split("Assumed:")[0].splitlines())) <= 80
 
 
@@ -110,7 +110,6 @@ def test_route() -> None:
     assert "Send it to cold: 310 ms" in result.stdout
     limited = "route --host warm:queue=800ms,itl=20ms --host [::1]:70:queue=10ms,itl=60ms --itl-limit 50ms"
     assert answers(limited, "Routing")["chosen"] == "warm"
-    assert answers("route --host alone", "Routing")["chosen"] == "alone"
 
 
 def test_a_length_says_what_it_leaves_out() -> None:
@@ -177,7 +176,7 @@ def test_plots_are_pictures(line: str, tmp_path: Path, trace: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (CAPACITY.replace("32768", "-1"), "prefixes = -1 is below 1"),
+        (CAPACITY.replace("32768", "-1"), "--prefixes = -1 is below 1"),
         (CAPACITY.replace("32768", "many"), "'many'; allowed: a whole number"),
         (CAPACITY.replace("512GiB", "512Gib"), "--dram = '512Gib': unknown unit 'Gib'"),
         (CAPACITY.replace("512GiB", "512ZiB"), "--dram = '512ZiB': unknown unit 'ZiB'"),
@@ -186,15 +185,14 @@ def test_plots_are_pictures(line: str, tmp_path: Path, trace: Path) -> None:
         (CAPACITY.replace("--bytes-per-token 131072", ""), "bytes per token are not known"),
         (f"{CAPACITY} --config x.json", "two answers to one question"),
         (CAPACITY.replace("--bytes-per-token 131072", "--config /no/such.json"), "no such file"),
-        (f"{CAPACITY} --replicas 200", "replicas = 200 with hosts = 128"),
+        (f"{CAPACITY} --replicas 200", "--replicas = 200 with --hosts = 128"),
         (f"{CAPACITY} --tp 0", "--tp = 0 is below 1"),
         (f"{CAPACITY} --plot plan.pdf", "allowed: a file name that ends in .png"),
         (f"{CAPACITY} --plot /no/such/folder/plan.png", "no such folder"),
         (NETWORK.replace("400Gbit", "400Gb"), "write bit or B"),
         (NETWORK.replace("200/s", "200"), "--rate = '200': no unit"),
-        (f"{NETWORK} --local 0.5", "local share = 50 % without a number of hosts"),
-        (f"{NETWORK} --hot 0", "hot share = 0 % without a number of hosts"),
-        (f"{NETWORK} --links 4 --latency 50ms", "queue grows without end"),
+        (f"{NETWORK} --local 0.5", "--local = 50 % without a number of hosts"),
+        (f"{NETWORK} --hot 0", "--hot = 0 % without a number of hosts"),
         (BREAKEVEN, "the prefill saved is not known"),
         (f"{BREAKEVEN} --prefill-saved -3ms", "--prefill-saved = '-3ms' is below 0"),
         (f"{BREAKEVEN} --prefill-saved 3ms --prefix-tokens 5 --bytes-per-token 5", "5 tokens × 5 B = 25 B"),
@@ -204,7 +202,7 @@ def test_plots_are_pictures(line: str, tmp_path: Path, trace: Path) -> None:
         ("route --host warm:queue=1s,queue=2s", "queue is given twice"),
         ("route --host warm:speed=1s", "unknown part 'speed=1s'"),
         ("route --host :queue=1s", "has 0 characters"),
-        ("route --host a --host a", "given twice"),
+        ("route --host a:queue=0 --host a:queue=0", "given twice"),
         ("chunk --trace /no/such.jsonl --bytes-per-token 1", "No such file"),
         ("chunk --trace . --bytes-per-token 1", "Is a directory"),
     ],
@@ -231,7 +229,7 @@ def test_refusals_in_json_are_json() -> None:
         ("{", "line 1 is not JSON"),
         ("[]", "line 1 is not a JSON object"),
         ("\xff\xfe", "line 1 is not JSON"),
-        ('{"timestamp": 0}', "input_length = None; allowed: a whole number"),
+        ('{"timestamp": 0}', "line 1: input_length is missing; allowed: a whole number"),
         ('{"timestamp": 0, "input_length": "5", "output_length": 1, "hash_ids": []}', "input_length = '5'"),
         (
             '{"timestamp": 0, "input_length": -5, "output_length": 1, "hash_ids": []}',
@@ -246,7 +244,7 @@ def test_refusals_in_json_are_json() -> None:
         ),
         (
             '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1, 2]}',
-            "2 block ids for 5 tokens",
+            "line 1: request at 0 ms: 2 block ids for 5 tokens",
         ),
         ("[" * 100_000, "line 1 is not JSON"),
     ],

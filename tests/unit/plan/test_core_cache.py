@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from kvd.kvctl.plan import app
 from kvd.kvctl.plan_core import CoreCache, core_factory
 from kvd.plan.chunk import RecordedRequest, ReferenceLru, SweepSetup, sweep
+from kvd.plan.footprint import Footprint
 
 BLOCK = 512
 
@@ -32,7 +33,7 @@ def conversations(seed: int, count: int) -> list[RecordedRequest]:
 @pytest.mark.parametrize("members", [1, 4])
 def test_without_a_limit_the_core_keeps_everything(members: int) -> None:
     setup = SweepSetup(
-        bytes_per_token=1024, trace_block_tokens=BLOCK, members_count=members, through_core=True
+        footprint=Footprint.by_hand(1024, members), trace_block_tokens=BLOCK, through_core=True
     )
     trace = conversations(3, 120)
     core = sweep(trace, [256, 512], setup, core_factory(members))
@@ -48,7 +49,7 @@ def test_without_a_limit_the_core_keeps_everything(members: int) -> None:
 
 
 def test_names_may_be_hashes_of_64_bits() -> None:
-    setup = SweepSetup(bytes_per_token=1024, trace_block_tokens=BLOCK, through_core=True)
+    setup = SweepSetup(footprint=Footprint.by_hand(1024), trace_block_tokens=BLOCK, through_core=True)
     ids = (2**64 - 1, 5, 2**64 - 2)
     trace = [RecordedRequest(number, 3 * BLOCK, 1, ids) for number in range(2)]
     for row in sweep(
@@ -61,7 +62,7 @@ def test_names_may_be_hashes_of_64_bits() -> None:
 def test_at_its_limit_the_core_evicts_and_stays_near_the_reference() -> None:
     capacity = 128
     setup = SweepSetup(
-        bytes_per_token=1024,
+        footprint=Footprint.by_hand(1024),
         trace_block_tokens=BLOCK,
         capacity_bytes=capacity * BLOCK * 1024,
         through_core=True,

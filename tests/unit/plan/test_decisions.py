@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from kvd.errors import UsageError
 from kvd.plan import breakeven, ledger
 from kvd.plan.breakeven import (
-    BreakEvenLength,
-    BreakEvenPlan,
     LoadCost,
     PrefillCost,
     break_even_tokens,
@@ -22,6 +20,8 @@ from kvd.plan.breakeven import (
     load_gain_ns,
     transfer_ns,
 )
+from kvd.plan.breakeven_ledger import BreakEvenLength, BreakEvenPlan
+from kvd.plan.footprint import Footprint
 from kvd.plan.queueing import InFlightPlan
 from kvd.plan.routing import Candidate, RoutePlan
 from kvd.plan.units import GIB
@@ -113,14 +113,14 @@ def test_no_transfer_and_no_copy_cost_nothing() -> None:
 
 
 def test_break_even_length() -> None:
-    plan = BreakEvenLength(cost=COST, prefill=PREFILL, bytes_per_token=131_072)
+    plan = BreakEvenLength(cost=COST, prefill=PREFILL, footprint=Footprint.by_hand(131_072))
     found = plan.tokens
     assert found is not None
     assert plan.saved_ns(found) > plan.cost_ns(found)
     assert plan.saved_ns(found - 1) <= plan.cost_ns(found - 1)
     assert json.loads(json.dumps(ledger.as_dict(plan)))["answers"]["break_even_tokens"] == found
     slow = BreakEvenLength(
-        cost=replace(COST, load_bytes_per_s=1_000), prefill=PREFILL, bytes_per_token=131_072
+        cost=replace(COST, load_bytes_per_s=1_000), prefill=PREFILL, footprint=Footprint.by_hand(131_072)
     )
     assert slow.tokens is None
     assert slow.conclusion.startswith("No prefix up to 1,048,576 tokens is worth loading")
@@ -142,7 +142,7 @@ def test_break_even_length_is_the_first_that_pays(
 
     # Times are rounded to whole ns, so that a crossing can flicker by a token; the answer pays, its
     # predecessor does not, and "none" means that the longest does not.
-    found = break_even_tokens(cost, prefill, per_token, tokens_max)
+    found = break_even_tokens(cost, prefill, Footprint.by_hand(per_token), tokens_max)
     if found is None:
         assert not pays(tokens_max)
     else:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvd.errors import UsageError
 from kvd.plan import ledger
 from kvd.plan.capacity import CapacityPlan
+from kvd.plan.footprint import Footprint
 from kvd.plan.network import NetworkPlan, TrafficMatrix, uniform_matrix
 from kvd.plan.objects import ObjectsPlan
 from kvd.plan.units import GIB, MIB, TIB, parse_bandwidth
@@ -20,14 +21,15 @@ from kvd.plan.units import GIB, MIB, TIB, parse_bandwidth
 CAPACITY = CapacityPlan(
     prefixes_count=32_768,
     prefix_tokens=8_192,
-    bytes_per_token=131_072,
+    footprint=Footprint.by_hand(131_072, 4),
+    chunk_tokens=256,
     replicas_count=2,
     hosts_count=128,
     dram_per_host_bytes=512 * GIB,
     usable_share=Fraction(4, 5),
 )
 OBJECTS = ObjectsPlan(
-    prefixes_count=32_768, prefix_tokens=8_192, bytes_per_token=131_072, chunk_tokens=256, members_count=4
+    prefixes_count=32_768, prefix_tokens=8_192, footprint=Footprint.by_hand(131_072, 4), chunk_tokens=256
 )
 NETWORK = NetworkPlan(
     requests_per_s=Fraction(200),
@@ -51,6 +53,12 @@ def test_capacity_of_the_source() -> None:
         "does not fit: 64 TiB are needed and 128 hosts have 51.2 TiB; it takes at least 160"
         in CAPACITY.conclusion
     )
+
+
+def test_one_host_has_and_several_have() -> None:
+    alone = replace(CAPACITY, hosts_count=1, replicas_count=1, spare_hosts=0)
+    assert "1 host has 409.6 GiB" in alone.conclusion
+    assert "1 host × 409.6 GiB" in [step.expression for step in alone.steps]
 
 
 def test_160_hosts_are_exactly_enough_and_leave_nothing() -> None:
@@ -148,7 +156,6 @@ def test_no_traffic_needs_no_links() -> None:
     [
         ({"prefixes_count": 0}, "prefixes = 0 is below 1"),
         ({"prefixes_count": -5}, "prefixes = -5 is below 1"),
-        ({"bytes_per_token": 1 << 71}, "bytes per token"),
         ({"usable_share": Fraction(0)}, "usable share = 0 must be greater than 0"),
         ({"usable_share": Fraction(3, 2)}, "usable share = 3/2 is above 1"),
         ({"usable_share": 0.8}, "not exact"),
@@ -169,7 +176,7 @@ def test_capacity_refuses(change: dict[str, int], says: str) -> None:
     ("change", "says"),
     [
         ({"chunk_tokens": 8_193}, "nothing would ever be stored"),
-        ({"members_count": 3}, "does not divide"),
+        ({"footprint": Footprint.by_hand(131_072, 3)}, "does not divide"),
         ({"metadata_per_object_bytes": -1}, "metadata per object = -1"),
         ({"metadata_per_family_bytes": -1}, "metadata per family = -1"),
         ({"shared_tokens": 8_193}, "shared tokens = 8193"),
@@ -228,8 +235,8 @@ def test_capacity_bounds_are_tight(
     prefixes: int, tokens: int, per_token: int, copies: int, hosts: int, dram: int, usable: Fraction
 ) -> None:
     plan = CapacityPlan(
-        prefixes_count=prefixes, prefix_tokens=tokens, bytes_per_token=per_token, replicas_count=copies,
-        hosts_count=hosts, dram_per_host_bytes=dram, usable_share=usable, spare_hosts=0,
+        prefixes_count=prefixes, prefix_tokens=tokens, footprint=Footprint.by_hand(per_token), chunk_tokens=1,
+        replicas_count=copies, hosts_count=hosts, dram_per_host_bytes=dram, usable_share=usable, spare_hosts=0,
     )  # fmt: skip
     assert plan.fits == (hosts >= plan.hosts_min)
     assert plan.hosts_min * plan.usable_per_host_bytes >= plan.demand_bytes
@@ -245,9 +252,10 @@ def test_objects_never_hold_more_than_there_is(
 ) -> None:
     chunk, shared = min(chunk, tokens), min(shared, tokens)
     plan = ObjectsPlan(
-        prefixes_count=prefixes, prefix_tokens=tokens, bytes_per_token=16, chunk_tokens=chunk, members_count=8,
+        prefixes_count=prefixes, prefix_tokens=tokens, footprint=Footprint.by_hand(16, 8), chunk_tokens=chunk,
         shared_tokens=shared,
     )  # fmt: skip
+    assert plan.object_bytes is not None
     assert plan.objects_count * plan.object_bytes <= prefixes * tokens * 16
     larger = data.draw(st.integers(1, tokens // chunk)) * chunk
     assert replace(plan, chunk_tokens=larger, shared_tokens=0).objects_count <= replace(
