@@ -28,6 +28,7 @@ from kvd.kvctl.plan_options import (
     contradiction,
     guarded,
     model,
+    plain_file,
     plots_for,
     report,
     whole,
@@ -39,6 +40,8 @@ from kvd.plan.ledger import Ledger, plain
 from kvd.plan.network import NetworkPlan
 from kvd.plan.objects import ObjectsPlan
 from kvd.plan.queueing import InFlightPlan, OverloadedPlan
+
+BENCH_BYTES_MAX = 16 << 20
 
 
 @guarded
@@ -117,6 +120,7 @@ def _own_metadata_bytes(path: Path) -> int:
 
 
 def _read_json(path: Path, option: str) -> object:
+    plain_file(path, option, BENCH_BYTES_MAX, "the output of `kvctl bench local --json`")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

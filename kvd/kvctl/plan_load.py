@@ -266,7 +266,14 @@ def _load_bytes(size: str | None, read: PrefixRead | None) -> int:
 
 def _length(plan: BreakEvenPlan, fit: PrefillFit, footprint: Footprint, chunk_tokens: int) -> BreakEvenLength:
     """The question at other lengths: the costs of the one load as rates."""
-    copy = None if plan.h2d_ns == 0 else max(1, plan.size_bytes * NS_PER_S // plan.h2d_ns)
+    copy = None if plan.h2d_ns == 0 else plan.size_bytes * NS_PER_S // plan.h2d_ns
+    for option, bytes_per_s in (("--bandwidth", plan.bandwidth_bytes_per_s), ("--h2d", copy)):
+        if bytes_per_s is not None and bytes_per_s < 1:
+            raise UsageError(
+                f"{option} gives {units.format_bandwidth(bytes_per_s)}: from which length on such a load pays is not "
+                "looked for; allowed: 1 B/s and more",
+                code="range",
+            )  # fmt: skip
     delta_ns = plan.queue_reuse_ns - plan.queue_cold_ns
     notes = []
     if copy is not None and "copy" not in plan.measured:
@@ -285,7 +292,7 @@ def _length(plan: BreakEvenPlan, fit: PrefillFit, footprint: Footprint, chunk_to
             "than this"
         )
     return BreakEvenLength(
-        cost=LoadCost(plan.lookup_ns, max(1, int(plan.bandwidth_bytes_per_s)), copy, plan.sync_ns),
+        cost=LoadCost(plan.lookup_ns, int(plan.bandwidth_bytes_per_s), copy, plan.sync_ns),
         prefill=fit.cost,
         footprint=footprint,
         chunk_tokens=chunk_tokens,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, ParamSpec
@@ -58,9 +59,11 @@ _FIELD: Final = re.compile(
 def parse_whole(text: str | int) -> int:
     """A whole number, also as 32_768; defaults come through here as they are."""
     try:
-        return int(text)
+        if isinstance(text, int) or text.isascii():  # int() takes the digits of other scripts too
+            return int(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r}; allowed: a whole number, like 32768") from None
+        pass
+    raise typer.BadParameter(f"{text!r}; allowed: a whole number, like 32768")
 
 
 def whole(*names: str, help: str) -> Any:
@@ -167,6 +170,21 @@ def report(
         print_ledger(title, ledger)
 
 
+def plain_file(path: Path, option: str, bytes_max: int, allowed: str) -> None:
+    """Refuse what is no plain file of a sane size: a pipe that nobody writes to would hold the command for ever."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise UsageError(f"{option} = {str(path)[:200]}: {why}; allowed: {allowed}", code="file") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise UsageError(f"{option} = {path} is no plain file; allowed: {allowed}", code="file")
+    if found.st_size > bytes_max:
+        raise UsageError(
+            f"{option} = {path} has {found.st_size:,} B; allowed: {allowed}, of at most {bytes_max:,} B", code="file"
+        )  # fmt: skip
+
+
 def plots_for(path: Path | None) -> Any:
     """The drawing module, once the path is known to be fit; None if nothing is to be drawn."""
     if path is None:
@@ -203,7 +221,7 @@ def model(
                 f"--groups = {groups} and --config = {config}: the config says which groups there are",
                 "--groups with --bytes-per-token",
             )
-        return _of_config(config, dtype or DTYPE_DEFAULT, tp, pp)
+        return _of_config(config, dtype, tp, pp)
     if bytes_per_token is None:
         raise UsageError(
             "bytes per token are not known; allowed: --config config.json, or --bytes-per-token N",
@@ -223,19 +241,22 @@ def model(
     )
 
 
-def _of_config(config: Path, dtype: str, tp: int, pp: int) -> Footprint:
-    from kvd.layout.geometry import Geometry  # only this option needs it
-
-    if not config.is_file():
-        raise UsageError(
-            f"--config = {config}: no such file; allowed: a Hugging Face config.json", code="file"
-        )
-    geometry = Geometry.from_hf_config(str(config), dtype=dtype)
+def _of_config(config: Path, dtype: str | None, tp: int, pp: int) -> Footprint:
+    geometry = geometry_of(config, dtype)
     try:
         return footprint_of(geometry, tp, pp)
     except UsageError as error:
         split = f"--tp = {tp}" + (f", --pp = {pp}" if pp > 1 else "")
         raise UsageError(f"{split} with --config = {config}: {error.message}", code="split") from None
+
+
+def geometry_of(config: Path, dtype: str | None) -> Geometry:
+    """The geometry of --config."""
+    from kvd.layout.geometry import Geometry  # only this option needs it
+    from kvd.layout.hf import CONFIG_BYTES_MAX
+
+    plain_file(config, "--config", CONFIG_BYTES_MAX, "a Hugging Face config.json")
+    return Geometry.from_hf_config(str(config), dtype=dtype or DTYPE_DEFAULT)
 
 
 def footprint_of(geometry: Geometry, tp: int = 1, pp: int = 1) -> Footprint:

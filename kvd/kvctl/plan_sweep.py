@@ -25,6 +25,7 @@ from kvd.kvctl.plan_options import (
     TokenBytesOption,
     TpOption,
     contradiction,
+    geometry_of,
     guarded,
     model,
     plots_for,
@@ -78,6 +79,8 @@ def chunk(
     """Replay a recorded trace at several chunk sizes: objects, metadata, usable prefix, load times."""
     plots = plots_for(plot)
     footprint = model(config, bytes_per_token, dtype, tp=tp, pp=pp, groups=groups)
+    for group in geometry_of(config, dtype).groups if config is not None else ():
+        group.check_block(units.check_int("--engine-block", engine_block, 1, units.plan_count_max))
     factory = _factory(cache, policy, publish_time, footprint.chunk_members_count)
     setup = SweepSetup(
         footprint=footprint,

@@ -22,9 +22,7 @@ from kvd.layout.hf.fields import Fields, Types
 
 __all__ = ["SUPPORTED", "Types", "identity_fields", "load", "read"]
 
-CONFIG_BYTES_MAX: Final = (
-    4 << 20
-)  # the largest configs, with a quantisation entry for each layer, have 100 KB
+CONFIG_BYTES_MAX: Final = 4 << 20  # the largest, with a quantisation entry for each layer, have 100 KB
 
 Reader = Callable[[Fields, Types], list[Group]]
 
@@ -93,10 +91,8 @@ def _read(name: str) -> str:
     """The text of a plain file: a pipe that nobody writes to would hold up the caller for ever."""
     path = Path(name)
     try:
-        found = path.stat()
-        if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(
-            found.st_mode
-        ):  # opening a folder says what is wrong with it
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # opening a folder says what is wrong with it
             with path.open("rb") as file:
                 raw = file.read(CONFIG_BYTES_MAX + 1)
             if len(raw) <= CONFIG_BYTES_MAX:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ def test_plots_are_pictures(line: str, tmp_path: Path, trace: Path) -> None:
         (CAPACITY.replace("131072", "0"), "--bytes-per-token = 0 is below 1"),
         (CAPACITY.replace("--bytes-per-token 131072", ""), "bytes per token are not known"),
         (f"{CAPACITY} --config x.json", "two answers to one question"),
-        (CAPACITY.replace("--bytes-per-token 131072", "--config /no/such.json"), "no such file"),
+        (CAPACITY.replace("--bytes-per-token 131072", "--config /no/such.json"), "No such file"),
         (f"{CAPACITY} --replicas 200", "--replicas = 200 with --hosts = 128"),
         (f"{CAPACITY} --tp 0", "--tp = 0 is below 1"),
         (f"{CAPACITY} --plot plan.pdf", "allowed: a file name that ends in .png"),
@@ -256,3 +257,42 @@ def test_a_bad_trace_is_refused_by_line_and_field(line: str, says: str, tmp_path
     assert result.exit_code == 2
     assert says in result.stderr
     assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (CAPACITY.replace("--prefixes 32768", "--prefixes ٣"), "whole number"),
+        (CAPACITY.replace("--bytes-per-token 131072", f"--config {'a' * 5000}"), "File name too long"),
+        (CAPACITY.replace("--bytes-per-token 131072", "--config /dev/zero"), "no plain file"),
+        (CAPACITY + " --bench /dev/zero", "no plain file"),
+        (
+            "breakeven --bytes-per-token 1024 --prefix-tokens 256 --bandwidth 1bit/s --prefill-sample 1024=100ms "
+            "--prefill-sample 8192=2s",
+            "allowed: 1 B/s and more",
+        ),
+    ],
+)
+def test_what_would_hang_or_be_taken_for_something_else_is_refused(line: str, says: str) -> None:
+    result = run(line)
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.split())
+
+
+def test_a_pipe_is_no_benchmark(tmp_path: Path) -> None:
+    """Fails by waiting for ever if the file is opened before it is looked at."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    result = run(CAPACITY + f" --bench {pipe}")
+    assert (result.exit_code, "no plain file" in result.output) == (2, True)
+
+
+def test_a_window_smaller_than_the_engines_block_is_refused(trace: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps({"model_type": "mistral", "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 128,
+                    "num_key_value_heads": 2, "sliding_window": 128})
+    )  # fmt: skip
+    result = run(f"chunk --trace {trace} --config {config} --engine-block 256 --chunk-tokens 512")
+    assert result.exit_code == 2
+    assert "window of 128 tokens is smaller" in " ".join(result.output.split())
