@@ -57,9 +57,8 @@ class Pins:
         for entry in reversed(u32(entries)):
             if not forest.is_used(entry):
                 continue
-            run = forest.run_of[entry]
-            if run in reached or self.kind(run) >= kind:
-                continue  # a pin that ends behind it holds it
+            if forest.run_of[entry] in reached:
+                continue  # a pin that ends behind it holds it, and came with it
             run = forest.ending_at(entry)
             ends.append(run)
             reached.update(dict.fromkeys(forest.path(run)))
@@ -67,11 +66,13 @@ class Pins:
             more = sum(forest.run_bytes[run] for run in reached if self.kind(run) is not PinKind.HARD)
             if self.hard_bytes + more > hard_bytes_max:
                 return 0, self.hard_bytes + more - hard_bytes_max
+        added = 0
         for run in ends:
             if not self.explicit.get(run, PinKind.NONE) & kind:
                 self.explicit[run] = self.explicit.get(run, PinKind.NONE) | kind
                 self._add(run, int(bool(kind & PinKind.SOFT)), int(bool(kind & PinKind.HARD)))
-        return len(ends), 0
+                added += 1
+        return added, 0
 
     def unpin(self, entries: Buffer) -> int:
         """Remove the pins that end in the runs of these families; returns how many."""

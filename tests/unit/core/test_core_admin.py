@@ -45,6 +45,21 @@ def test_a_pin_reaches_to_the_root_and_what_two_pins_share_stays_until_both_are_
     assert not any(world.flags.values())
 
 
+def test_a_pin_is_kept_where_a_longer_one_reached_already() -> None:
+    """Fails if a pin that a longer one covers is not entered: it would be over with that one."""
+    world = World()
+    world.write(0, chain("a", 6))
+    assert world.pin(chain("a", 6), ev.PinKind.HARD).result["pins_added"] == 1
+    assert world.pin(chain("a", 3), ev.PinKind.HARD).result["pins_added"] == 1
+    assert world.pin(chain("a", 3), ev.PinKind.HARD).result["pins_added"] == 0, "it is there"
+    world.withdraw(chain("a", 1, 3))
+    world.clear()
+    assert [world.has(key) for key in chain("a", 6)] == [True] * 3 + [False] * 3
+    assert world.unpin(chain("a", 3)).result == {"pins_removed": 1, "pinned_bytes": 0}
+    world.clear()
+    assert not world.index
+
+
 def test_pins_have_a_cap_and_are_all_or_nothing() -> None:
     world = World(segments=[4 * MIB], config=CoreConfig(hard_pin_share=0.25))
     world.write(0, chain("a", 16))
