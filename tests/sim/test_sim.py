@@ -11,7 +11,8 @@ import pytest
 from .campaign import EVENTS_PER_SCHEDULE, first_failure, run_one, shrink
 
 FIRST_SEED, SEEDS = 10_000, 300
-FIXED_SEEDS = 60
+# Enough that what one in twenty schedules has is in some, whatever a change of kvd makes of the draws.
+FIXED_SEEDS = 100
 
 
 @pytest.mark.slow

@@ -393,8 +393,10 @@ def test_strict_mode_and_another_split_leave_the_daemon_alive(world, keys):
     """A member that the family does not have differs from nothing; looked for all the same, it ended the daemon."""
     here = world(objects={"strict_duplicates": True})
     one = here.attach()
+    reservation, _, statuses = one.reserve(keys(1), members=4)  # before there is a family of another split
     assert one.store(keys(1), members=2) == [Published.PUBLISHED] * 2
-    assert one.store(keys(1), members=4) == [Published.GONE] * 2 + [Published.PRESENT] * 2
+    assert one.publish(reservation, len(statuses)) == [Published.PRESENT] * 4
+    assert one.store(keys(1), members=4) == [], "told at reserve"
     assert one.client.attached
 
 
