@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from kvd import limits
+from kvd.core.policy import policy_names
 from kvd.errors import UsageError
 from kvd.kvctl.plan_options import (
     METADATA_DEFAULT,
@@ -72,7 +73,9 @@ def chunk(
     cache: Annotated[
         str, typer.Option(help="core: kvd's own decisions and CPU time; lru: the plain reference.")
     ] = "core",
-    policy: Annotated[str | None, typer.Option(help="With --cache core: slru or lru. Default: slru.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="With --cache core: slru, lru or value. Default: slru.")
+    ] = None,
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
@@ -118,7 +121,7 @@ def _factory(cache: str, policy: str | None, publish_time: str | None, members: 
     """What the trace is replayed through. Raises UsageError(cache, contradiction)."""
     for option, value, allowed in (
         ("--cache", cache, ("core", "lru")),
-        ("--policy", policy or "slru", ("slru", "lru")),
+        ("--policy", policy or "slru", policy_names),
     ):
         if value not in allowed:
             raise UsageError(
