@@ -240,7 +240,7 @@ class EvictionConfig(_Section):
     """What leaves when room is needed."""
 
     policy: Literal["slru", "lru", "value"] = "slru"
-    """slru: what was used twice is not washed out by scans; value: of the coldest, the worth least per byte goes first"""
+    """slru: what was used twice is not washed out by scans; value: of the coldest, the least worth a byte goes first"""
     protected_share: Annotated[float, Field(gt=0, lt=1)] = 0.25
     """slru, value: share of the bytes for runs that were used again"""
     pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.5

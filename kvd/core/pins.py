@@ -46,7 +46,8 @@ class Pins:
         return PinKind.HARD if counts[1] else PinKind.SOFT
 
     def pin(self, entries: Buffer, kind: PinKind, hard_bytes_max: int) -> tuple[int, int]:
-        """Pin the prefixes that end at these families, all or none.
+        """Pin the prefixes that end at these families, all or none. Of those named together, one that lies before
+        another is a part of its pin; one that is named later has a pin of its own, which outlives the other.
 
         Returns how many pins there are more, and how many bytes pinned hard there would be beyond the limit:
         if that is not 0, nothing was pinned.
@@ -58,8 +59,10 @@ class Pins:
             if not forest.is_used(entry):
                 continue
             run = forest.run_of[entry]
-            if run in reached or self.kind(run) >= kind:
-                continue  # a pin that ends behind it holds it
+            if run in reached or (
+                forest.members[run][-1] == entry and self.explicit.get(run, PinKind.NONE) & kind
+            ):
+                continue
             run = forest.ending_at(entry)
             ends.append(run)
             reached.update(dict.fromkeys(forest.path(run)))
@@ -68,9 +71,8 @@ class Pins:
             if self.hard_bytes + more > hard_bytes_max:
                 return 0, self.hard_bytes + more - hard_bytes_max
         for run in ends:
-            if not self.explicit.get(run, PinKind.NONE) & kind:
-                self.explicit[run] = self.explicit.get(run, PinKind.NONE) | kind
-                self._add(run, int(bool(kind & PinKind.SOFT)), int(bool(kind & PinKind.HARD)))
+            self.explicit[run] = self.explicit.get(run, PinKind.NONE) | kind
+            self._add(run, int(bool(kind & PinKind.SOFT)), int(bool(kind & PinKind.HARD)))
         return len(ends), 0
 
     def unpin(self, entries: Buffer) -> int:

@@ -45,6 +45,23 @@ def test_a_pin_reaches_to_the_root_and_what_two_pins_share_stays_until_both_are_
     assert not any(world.flags.values())
 
 
+def test_a_pin_outlives_a_deeper_one_that_is_withdrawn() -> None:
+    """Fails if a pin within what another reaches is not kept: it ended with the other."""
+    world = World()
+    keys = chain("a", 8)
+    world.write(0, keys)
+    for named in (keys[6], keys[2], keys[2]):
+        world.pin([named], ev.PinKind.HARD)
+    assert world.withdraw([keys[3]])["families"] == 5
+    kept = world.clear()["kept"]
+    assert isinstance(kept, dict)
+    assert kept["pinned"]["families"] == 3
+    assert [world.has(key) for key in keys] == [True] * 3 + [False] * 5
+    world.unpin([keys[2]])
+    world.clear()
+    assert not world.index
+
+
 def test_pins_have_a_cap_and_are_all_or_nothing() -> None:
     world = World(segments=[4 * MIB], config=CoreConfig(hard_pin_share=0.25))
     world.write(0, chain("a", 16))
