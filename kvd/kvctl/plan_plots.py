@@ -41,8 +41,7 @@ def _figure(columns: int = 1) -> tuple[Any, list[Any]]:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError(
-            "--plot needs matplotlib, which is not installed; allowed: pip install 'kvd[plot]' (in a checkout: "
-            "pip install '.[plot]')",
+            "--plot needs matplotlib, which is not installed; allowed: pip install matplotlib",
             code="missing",
         ) from None
     figure = Figure(figsize=(7.0 * columns, 4.6), dpi=120, layout="constrained")

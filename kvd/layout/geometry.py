@@ -363,8 +363,10 @@ class Geometry:
         conv_dtype: str = "",
         conv_columns_less: int = 0,
     ) -> Geometry:
-        """Read a Hugging Face config: a mapping, its JSON text, or the path of a config.json
-        (`kvd.layout.hf`).
+        """Read a Hugging Face config: a mapping, its JSON text, or the path of a config.json (`kvd.layout.hf`).
+
+        `dtype` is what K (and V, without `v_dtype`) is kept in. States are kept as the architecture's own code does, in
+        the model's type where K is quantised, unless `state_dtype` and `conv_dtype` say otherwise.
         """
         from kvd.layout import hf
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from kvd.errors import UsageError
+from kvd.layout.dtypes import DTYPE_BITS
 from kvd.layout.geometry import Geometry, Group
 from kvd.layout.hf import attention, state
 from kvd.layout.hf.fields import Fields, Types
@@ -157,6 +159,9 @@ def read(config: Mapping[str, object] | str, types: Types) -> Geometry:
             code="architecture", architecture=fields.model_type,
         )  # fmt: skip
     types.check()
+    model = fields.mapping.get("torch_dtype") or fields.mapping.get("dtype") or mapping.get("torch_dtype")
+    if isinstance(model, str) and model in DTYPE_BITS:  # what else it may be counts only where it is needed
+        types = replace(types, model=model)
     return Geometry(reader(fields, types), fields.layers(), fields.model_type)
 
 

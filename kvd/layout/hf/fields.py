@@ -35,7 +35,7 @@ class Types:
 
     `state` is for recurrent states ("" : as the architecture's own implementation keeps it), `conv` for the
     inputs that a causal convolution still needs, of which `conv_columns_less` fewer than the kernel is wide
-    are kept (0: Transformers, 1: engines that keep kernel - 1).
+    are kept (0: Transformers, 1: engines that keep kernel - 1). `model` is what the config says the model computes in.
     """
 
     k: str
@@ -44,6 +44,20 @@ class Types:
     state: str = ""
     conv: str = ""
     conv_columns_less: int = 0
+    model: str = ""
+
+    def computed(self, field: str) -> str:
+        """What a state is kept in that follows the model: K's type, or, where that is quantised, the model's own.
+
+        Raises UsageError(dtype) naming `field` where that is not known.
+        """
+        if dtype_bits(self.k) >= 16 or self.model:
+            return self.k if dtype_bits(self.k) >= 16 else self.model
+        raise UsageError(
+            f"{field} is not known: K is kept in {self.k}, states are not, and the config has no torch_dtype; give "
+            f"{field}=",
+            code="dtype", field=field,
+        )  # fmt: skip
 
     def check(self) -> None:
         """Raise UsageError(dtype) for a type that is unknown."""
