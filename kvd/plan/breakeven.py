@@ -174,8 +174,8 @@ def fit_prefill(samples: Sequence[tuple[int, int]]) -> PrefillCost:
     different lengths (one point cannot tell linear from quadratic), values not above 0.
     """
     for tokens, time_ns in samples:
-        check_int("sampled tokens", tokens, 1, units.plan_count_max)
-        check_int("sampled time", time_ns, 1, units.plan_duration_ns_max)
+        check_int("--prefill-sample, tokens", tokens, 1, units.plan_count_max)
+        check_int("--prefill-sample, time", time_ns, 1, units.plan_duration_ns_max)
     lengths = len({tokens for tokens, _ in samples})
     if lengths < 2:
         raise UsageError(

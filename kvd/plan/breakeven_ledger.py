@@ -74,13 +74,15 @@ class BreakEvenPlan:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_int("bytes", self.size_bytes, 1, units.plan_bytes_max)
-        check_positive("bandwidth", self.bandwidth_bytes_per_s, units.plan_bandwidth_bytes_per_s_max)
-        for name in ("lookup", "h2d", "sync", "prefill_saved", "hidden", "queue_reuse", "queue_cold"):
-            check_int(name.replace("_", " "), getattr(self, f"{name}_ns"), 0, units.plan_duration_ns_max)
+        check_int("--bytes", self.size_bytes, 1, units.plan_bytes_max)
+        check_positive("--bandwidth", self.bandwidth_bytes_per_s, units.plan_bandwidth_bytes_per_s_max)
+        for name in ("lookup", "h2d", "sync", "prefill-saved", "hidden", "queue-reuse", "queue-cold"):
+            check_int(
+                f"--{name}", getattr(self, f"{name.replace('-', '_')}_ns"), 0, units.plan_duration_ns_max
+            )
         if self.hidden_ns > self.load_ns + self.h2d_ns + self.sync_ns:
             raise UsageError(
-                f"hidden = {format_ns(self.hidden_ns)} is more than load, copy and sync take together; "
+                f"--hidden = {format_ns(self.hidden_ns)} is more than load, copy and sync take together; "
                 f"allowed: 0 … {format_ns(self.load_ns + self.h2d_ns + self.sync_ns)}",
                 code="contradiction", hidden_ns=self.hidden_ns,
             )  # fmt: skip
@@ -256,7 +258,7 @@ class BreakEvenLength:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_int("chunk tokens", self.chunk_tokens, 1, self.tokens_max)
+        check_int("--chunk-tokens", self.chunk_tokens, 1, self.tokens_max)
 
     @property
     def tokens(self) -> int | None:

@@ -35,7 +35,7 @@ class ObjectsPlan(Prefixes):
 
     def __post_init__(self) -> None:
         Prefixes.__post_init__(self)
-        check_int("metadata per object", self.metadata_per_object_bytes, 0, units.plan_bytes_max)
+        check_int("--metadata", self.metadata_per_object_bytes, 0, units.plan_bytes_max)
         if self.metadata_per_family_bytes is not None:
             check_int("metadata per family", self.metadata_per_family_bytes, 0, units.plan_bytes_max)
         for group in self.footprint.groups:
@@ -43,7 +43,7 @@ class ObjectsPlan(Prefixes):
             if group.members_alike and size.denominator != 1:
                 whole = size * group.members_count
                 raise UsageError(
-                    f"members of a chunk = {group.members_count} does not divide its {whole} bytes; "
+                    f"--tp × --groups = {group.members_count} does not divide its {whole} bytes; "
                     f"allowed: a divisor, as equal shards are",
                     code="contradiction", members=group.members_count, chunk_bytes=int(whole),
                 )  # fmt: skip

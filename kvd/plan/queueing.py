@@ -43,7 +43,7 @@ class InFlightPlan:
 
     def __post_init__(self) -> None:
         check_number("arrivals", self.arrivals_per_s, 0, units.plan_rate_per_s_max)
-        check_int("time in the system", self.time_in_system_ns, 0, units.plan_duration_ns_max)
+        check_int("--latency", self.time_in_system_ns, 0, units.plan_duration_ns_max)
         check_int("bytes of each", self.bytes_each, 0, units.plan_bytes_max)
         if self.capacity_per_s is None:
             return

@@ -68,10 +68,10 @@ class RoutePlan:
     session_margin_ns: int = 0
 
     def __post_init__(self) -> None:
-        check_int("hosts", len(self.candidates), 1, hosts_max)
-        check_int("session margin", self.session_margin_ns, 0, units.plan_duration_ns_max)
+        check_int("number of --host", len(self.candidates), 1, hosts_max)
+        check_int("--session-margin", self.session_margin_ns, 0, units.plan_duration_ns_max)
         if self.itl_limit_ns is not None:
-            check_int("ITL limit", self.itl_limit_ns, 1, units.plan_duration_ns_max)
+            check_int("--itl-limit", self.itl_limit_ns, 1, units.plan_duration_ns_max)
         names = [candidate.host for candidate in self.candidates]
         twice = (
             sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []

@@ -216,6 +216,12 @@ def test_refusals(line: str, says: str) -> None:
     assert result.exception is None or isinstance(result.exception, SystemExit)
 
 
+def test_what_the_user_wrote_is_told_as_it_is() -> None:
+    """A path that looks like a field of a plan."""
+    result = run("chunk --bytes-per-token 1 --trace", "/no/such/hosts = 3.jsonl")
+    assert "--trace = /no/such/hosts = 3.jsonl: No such file" in " ".join(result.stderr.split())
+
+
 def test_refusals_in_json_are_json() -> None:
     result = run(CAPACITY.replace("512GiB", "512ZiB"), "--json")
     assert result.exit_code == 2

@@ -184,7 +184,7 @@ def test_a_window_pays_from_a_length_at_which_all_of_it_would_not() -> None:
         (lambda: Footprint((HYBRID.groups[0],) * 2), "a name is given twice"),
         (lambda: PrefixRead(footprint=HYBRID, tokens=100, chunk_tokens=16), "allowed: 96 or 112"),
         (lambda: PrefixRead(footprint=HYBRID, tokens=10, chunk_tokens=16), "allowed: 16"),
-        (lambda: PrefixRead(footprint=HYBRID, tokens=0), "prefix tokens = 0"),
+        (lambda: PrefixRead(footprint=HYBRID, tokens=0), "--prefix-tokens = 0"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(make: object, says: str) -> None:

@@ -156,11 +156,11 @@ def test_no_traffic_needs_no_links() -> None:
     [
         ({"prefixes_count": 0}, "prefixes = 0 is below 1"),
         ({"prefixes_count": -5}, "prefixes = -5 is below 1"),
-        ({"usable_share": Fraction(0)}, "usable share = 0 must be greater than 0"),
-        ({"usable_share": Fraction(3, 2)}, "usable share = 3/2 is above 1"),
+        ({"usable_share": Fraction(0)}, "--usable = 0 must be greater than 0"),
+        ({"usable_share": Fraction(3, 2)}, "--usable = 3/2 is above 1"),
         ({"usable_share": 0.8}, "not exact"),
-        ({"replicas_count": 129}, "replicas = 129 with hosts = 128"),
-        ({"shared_tokens": 8_193}, "shared tokens = 8193 is more than a prefix of 8192"),
+        ({"replicas_count": 129}, "--replicas = 129 with --hosts = 128"),
+        ({"shared_tokens": 8_193}, "--shared-tokens = 8193 is more than a prefix of 8192"),
         ({"spare_hosts": 128}, "none would be left"),
         ({"prefixes_count": 1 << 60}, "unique KV with copies"),
     ],
@@ -177,9 +177,9 @@ def test_capacity_refuses(change: dict[str, int], says: str) -> None:
     [
         ({"chunk_tokens": 8_193}, "nothing would ever be stored"),
         ({"footprint": Footprint.by_hand(131_072, 3)}, "does not divide"),
-        ({"metadata_per_object_bytes": -1}, "metadata per object = -1"),
+        ({"metadata_per_object_bytes": -1}, "--metadata = -1"),
         ({"metadata_per_family_bytes": -1}, "metadata per family = -1"),
-        ({"shared_tokens": 8_193}, "shared tokens = 8193"),
+        ({"shared_tokens": 8_193}, "--shared-tokens = 8193"),
     ],
 )
 def test_objects_refuses(change: dict[str, int], says: str) -> None:
@@ -191,11 +191,11 @@ def test_objects_refuses(change: dict[str, int], says: str) -> None:
     ("change", "says"),
     [
         ({"link_bytes_per_s": Fraction(0)}, "link = 0 must be greater than 0"),
-        ({"local_share": Fraction(1, 2)}, "local share = 50 % without a number of hosts"),
-        ({"hot_share": Fraction(1, 2)}, "hot share = 50 % without a number of hosts"),
+        ({"local_share": Fraction(1, 2)}, "--local = 50 % without a number of hosts"),
+        ({"hot_share": Fraction(1, 2)}, "--hot = 50 % without a number of hosts"),
         ({"hosts_count": 257}, "hosts = 257 is above 256"),
         ({"hosts_count": 1}, "hosts = 1 is below 2"),
-        ({"hosts_count": 2, "replicas_count": 3}, "replicas = 3 with hosts = 2"),
+        ({"hosts_count": 2, "replicas_count": 3}, "--replicas = 3 with --hosts = 2"),
         ({"links_count": 0}, "links = 0"),
         ({"requests_per_s": Fraction(10**12), "bytes_per_hit": 1 << 60}, "reads = "),
     ],

@@ -142,7 +142,7 @@ def test_extrapolation_is_told_below_and_above_the_samples() -> None:
     assert one.conclusion.startswith("Every prefix is worth loading, from 1 token on")
     chunk = length(cost=LoadCost(0, 200 * GIB, None, 0), chunk_tokens=256)
     assert chunk.conclusion.startswith("Every prefix is worth loading, from 256 tokens on")
-    with pytest.raises(UsageError, match="chunk tokens = 4096 is above"):
+    with pytest.raises(UsageError, match="--chunk-tokens = 4096 is above"):
         length(tokens_max=1_024, chunk_tokens=4_096)
 
 
