@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvd.kvctl.plan import app
+from kvd.shm import layout
 
 CAPACITY = (
     "capacity --prefixes 32768 --prefix-tokens 8192 --bytes-per-token 131072 --replicas 2 --hosts 128 "
@@ -57,10 +58,9 @@ def test_capacity_takes_the_bytes_of_a_token_from_a_config(tmp_path: Path) -> No
 def test_own_metadata_comes_from_a_benchmark(tmp_path: Path) -> None:
     bench = tmp_path / "bench.json"
     bench.write_text('{"metadata_bytes_per_object": 399.5}')
-    assert (
-        answers(f"{CAPACITY} --bench {bench}", "Objects and metadata")["own_metadata_bytes"]
-        == 1_048_576 * 400
-    )
+    assert answers(f"{CAPACITY} --bench {bench}", "Objects and metadata")[
+        "own_metadata_bytes"
+    ] == 1_048_576 * (400 + 3 * layout.SIZES["Record"])
     for text in (
         "[]",
         "{}",

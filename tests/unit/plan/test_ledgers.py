@@ -85,8 +85,9 @@ def test_own_metadata_is_per_family_and_only_shown_when_measured() -> None:
     assert OBJECTS.own_metadata_bytes is None
     assert "metadata of kvd" not in [step.label for step in OBJECTS.steps]
     measured = replace(OBJECTS, metadata_per_family_bytes=400)
-    assert measured.own_metadata_bytes == 1_048_576 * 400
-    assert "400 MiB as kvd keeps it" in measured.conclusion
+    assert measured.own_metadata_bytes == 1_048_576 * (400 + 3 * 48)  # four objects a family
+    assert replace(measured, footprint=Footprint.by_hand(131_072)).own_metadata_bytes == 1_048_576 * 400
+    assert "544 MiB as kvd keeps it" in measured.conclusion
 
 
 def test_partial_chunks_at_the_tail_are_not_objects() -> None:
