@@ -28,7 +28,7 @@ from kvd.kvctl.plan_options import (
 )
 from kvd.kvctl.plan_tables import console
 from kvd.plan import units
-from kvd.plan.breakeven import NS_PER_S, LoadCost, transfer_ns
+from kvd.plan.breakeven import LoadCost, transfer_ns
 from kvd.plan.breakeven_ledger import BreakEvenLength, BreakEvenPlan, PrefillFit
 from kvd.plan.footprint import Footprint, PrefixRead
 from kvd.plan.ledger import Ledger
@@ -266,7 +266,7 @@ def _load_bytes(size: str | None, read: PrefixRead | None) -> int:
 
 def _length(plan: BreakEvenPlan, fit: PrefillFit, footprint: Footprint, chunk_tokens: int) -> BreakEvenLength:
     """The question at other lengths: the costs of the one load as rates."""
-    copy = None if plan.h2d_ns == 0 else plan.size_bytes * NS_PER_S // plan.h2d_ns
+    copy = None if plan.h2d_ns == 0 else plan.size_bytes * units.NS_PER_S // plan.h2d_ns
     for option, bytes_per_s in (("--bandwidth", plan.bandwidth_bytes_per_s), ("--h2d", copy)):
         if bytes_per_s is not None and bytes_per_s < 1:
             raise UsageError(

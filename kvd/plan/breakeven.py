@@ -21,8 +21,6 @@ from kvd.plan import units
 from kvd.plan.footprint import Footprint
 from kvd.plan.units import check_int
 
-NS_PER_S = 1_000_000_000
-
 
 def reuse_gain_ns(
     lookup_ns: int, load_critical_ns: int, queue_reuse_ns: int, queue_cold_ns: int, prefill_saved_ns: int
@@ -38,7 +36,7 @@ def transfer_ns(size_bytes: int, bytes_per_s: int) -> int:
             f"transfer of {size_bytes} B at {bytes_per_s} B/s; allowed: a size of 0 or more, a rate above 0",
             code="range", size_bytes=size_bytes, bytes_per_s=bytes_per_s,
         )  # fmt: skip
-    return -(-size_bytes * NS_PER_S // bytes_per_s)
+    return -(-size_bytes * units.NS_PER_S // bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from kvd.errors import UsageError
 from kvd.plan import units
-from kvd.plan.breakeven import NS_PER_S, LoadCost, PrefillCost, break_even_tokens, fit_prefill, reuse_gain_ns
+from kvd.plan.breakeven import LoadCost, PrefillCost, break_even_tokens, fit_prefill, reuse_gain_ns
 from kvd.plan.footprint import Footprint, PrefixRead
 from kvd.plan.ledger import Answer, Step
 from kvd.plan.units import (
@@ -90,7 +90,7 @@ class BreakEvenPlan:
     @property
     def load_ns(self) -> int:
         """Transfer time, rounded up."""
-        return units.ceil_div(self.size_bytes * NS_PER_S, self.bandwidth_bytes_per_s)
+        return units.ceil_div(self.size_bytes * units.NS_PER_S, self.bandwidth_bytes_per_s)
 
     @property
     def load_critical_ns(self) -> int:
@@ -125,7 +125,7 @@ class BreakEvenPlan:
         # Hiding more than load and copy take cannot win time, so that lookup and queue alone may lose already.
         if left <= 0 or self.prefill_saved_ns < self.cost_ns - self.load_critical_ns:
             return None
-        return Fraction(self.size_bytes * NS_PER_S, left)
+        return Fraction(self.size_bytes * units.NS_PER_S, left)
 
     @property
     def other_ns(self) -> int:

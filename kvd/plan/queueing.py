@@ -23,7 +23,6 @@ from kvd.plan.units import (
     format_rate,
 )
 
-NS_PER_S = 1_000_000_000
 capacity_per_s_max = units.plan_rate_per_s_max * units.plan_bandwidth_bytes_per_s_max  # of loads of a byte
 
 
@@ -60,7 +59,7 @@ class InFlightPlan:
     @property
     def in_flight_mean(self) -> Fraction:
         """L = λ × W."""
-        return Fraction(self.arrivals_per_s) * self.time_in_system_ns / NS_PER_S
+        return Fraction(self.arrivals_per_s) * self.time_in_system_ns / units.NS_PER_S
 
     @property
     def utilisation_share(self) -> Fraction:

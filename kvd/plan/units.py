@@ -11,7 +11,7 @@ refused by name, a number outside its bound is refused with the bound, nothing i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Final, TypeAlias
 
@@ -23,11 +23,12 @@ KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 TIB: Final = 1 << 40
+NS_PER_S: Final = 10**9
 
 quantity_chars_max: Final = 64
 plan_bytes_max: Final = 1 << 70  # 1 ZiB: more than all memory ever made is a typing error
 plan_bandwidth_bytes_per_s_max: Final = 1 << 60
-plan_duration_ns_max: Final = 366 * 86_400 * 1_000_000_000
+plan_duration_ns_max: Final = 366 * 86_400 * NS_PER_S
 plan_rate_per_s_max: Final = 10**12
 plan_count_max: Final = 1 << 60
 
@@ -244,32 +245,36 @@ def format_number(value: Number, decimals: int = 2) -> str:
     return text if rounded == exact else f"≈ {text}"
 
 
-def _format_scaled(value: Number, units: list[tuple[str, int]]) -> str:
-    """`value` in the largest unit that does not exceed it."""
+def scale_of(value: Number | float, units: Sequence[tuple[str, int]]) -> tuple[str, int]:
+    """The largest unit that `value` does not fall below, and its factor."""
     size = abs(Fraction(value))
-    name, factor = next(((n, f) for n, f in units if size >= f), units[-1])
+    return next((unit for unit in units if size >= unit[1]), units[-1])
+
+
+def _format_scaled(value: Number, units: Sequence[tuple[str, int]]) -> str:
+    name, factor = scale_of(value, units)
     return f"{format_number(Fraction(value) / factor)} {name}"
 
 
-_SHOWN_BYTES: Final = [("PiB", 1 << 50), ("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1)]
-_SHOWN_NS: Final = [("s", 10**9), ("ms", 10**6), ("us", 10**3), ("ns", 1)]
+SHOWN_BYTES: Final = [("PiB", 1 << 50), ("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1)]
+SHOWN_NS: Final = [("s", 10**9), ("ms", 10**6), ("us", 10**3), ("ns", 1)]
 
 
 def format_bytes(value: Number) -> str:
     """'51.2 TiB'."""
-    return _format_scaled(value, _SHOWN_BYTES)
+    return _format_scaled(value, SHOWN_BYTES)
 
 
 def format_bandwidth(bytes_per_s: Number) -> str:
     """'≈ 30.27 GiB/s'."""
-    return _format_scaled(bytes_per_s, _SHOWN_BYTES) + "/s"
+    return _format_scaled(bytes_per_s, SHOWN_BYTES) + "/s"
 
 
 def format_ns(duration_ns: Number) -> str:
     """'100 ms'."""
     if duration_ns == 0:
         return "0 s"
-    return _format_scaled(duration_ns, _SHOWN_NS)
+    return _format_scaled(duration_ns, SHOWN_NS)
 
 
 def format_rate(per_s: Number) -> str:
