@@ -116,11 +116,6 @@ class Footprint:
         """Objects of a chunk, snapshots not counted."""
         return sum(group.members_count for group in self.token_groups)
 
-    @property
-    def snapshot_members_count(self) -> int:
-        """Objects of one snapshot."""
-        return sum(group.members_count for group in self.state_groups)
-
     def stored_bytes(self, tokens: int, snapshots: int) -> int:
         """All objects of so many tokens of one prefix, with so many snapshots."""
         return self.bytes_per_token * tokens + self.snapshot_bytes * snapshots

@@ -133,7 +133,6 @@ class RoutePlan:
                 }
                 for candidate in self.candidates
             ],
-            **{f"refused:{c.host}": self.refusal(c) for c in self.candidates if self.refusal(c)},
         }
 
     @property

@@ -47,7 +47,7 @@ def test_every_real_model_keeps_and_needs_what_the_layout_says() -> None:
             assert kept.stored_bytes(8_192, 3) == geom.stored_bytes(8_192, snapshots=3), path.name
             for chunk_tokens in (64, 256, 2_048):
                 objects = geom.objects(chunk_tokens=chunk_tokens, tp=tp)
-                assert kept.chunk_members_count + kept.snapshot_members_count == len(objects)
+                assert sum(group.members_count for group in kept.groups) == len(objects)
                 rule = Completeness(geom, chunk_tokens)
                 for chunks in (0, 1, 2, 3, 7, 16, 40):
                     masks = rule.required(chunks, Split(tp=tp).code)
