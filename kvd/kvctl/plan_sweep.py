@@ -79,8 +79,10 @@ def chunk(
     """Replay a recorded trace at several chunk sizes: objects, metadata, usable prefix, load times."""
     plots = plots_for(plot)
     footprint = model(config, bytes_per_token, dtype, tp=tp, pp=pp, groups=groups)
-    for group in geometry_of(config, dtype).groups if config is not None else ():
-        group.check_block(units.check_int("--engine-block", engine_block, 1, units.plan_count_max))
+    units.check_int("--engine-block", engine_block, 1, units.plan_count_max)
+    if config is not None:
+        for group in geometry_of(config, dtype).groups:
+            group.check_block(engine_block)
     factory = _factory(cache, policy, publish_time, footprint.chunk_members_count)
     setup = SweepSetup(
         footprint=footprint,
@@ -88,7 +90,6 @@ def chunk(
         engine_block_tokens=engine_block,
         capacity_bytes=None if capacity is None else units.parse_bytes(capacity, "--capacity"),
         metadata_per_object_bytes=units.parse_bytes(metadata, "--metadata"),
-        through_core=cache == "core",
         costs=SweepCosts(
             match_per_chunk_ns=units.parse_duration_ns(match_time, "--match-time"),
             lease_per_chunk_ns=units.parse_duration_ns(lease_time, "--lease-time"),

@@ -159,7 +159,6 @@ class SweepSetup:
     capacity_bytes: int | None = None
     metadata_per_object_bytes: int = 512
     costs: SweepCosts = SweepCosts()
-    through_core: bool = False
 
     def __post_init__(self) -> None:
         if not self.footprint.token_groups:
@@ -422,16 +421,14 @@ class ChunkSweep:
             if setup.footprint.state_groups
             else ()
         )
-        decided = (
-            "kvd's own core decides what leaves; its CPU time is measured in this run, without rings and copies"
-            if setup.through_core
-            else "least recently used leaves first, suffixes before prefixes"
-        )
-        publish = (
-            "publishing as measured"
-            if setup.through_core
-            else f"publish {format_ns(costs.publish_per_object_ns)} an object: not measured here"
-        )
+        if self.most.cache_cpu_ns is None:
+            decided = "least recently used leaves first, suffixes before prefixes"
+            publish = f"publish {format_ns(costs.publish_per_object_ns)} an object: not measured here"
+        else:
+            decided = (
+                "kvd's own core decides what leaves; its CPU time is measured here, without rings and copies"
+            )
+            publish = "publishing as measured"
         return (
             f"one cache {room}: {decided}",
             *((windows,) if windows else ()),
