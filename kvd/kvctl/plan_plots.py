@@ -28,6 +28,7 @@ LEGEND: dict[str, Any] = {"framealpha": 1.0, "edgecolor": "none", "facecolor": "
 HEADROOM = 1.1  # of an axis above its highest point
 HOST_CHARS_MAX = 56
 GRID_POINTS = 200
+FIGURE_HEIGHT_MAX = 60  # inches
 DECADES_MIN = 20  # a logarithmic scale needs more between its ends, or it has no ticks
 
 
@@ -130,7 +131,7 @@ def _draw_objects(axis: Any, count: ObjectsPlan) -> None:
     second = axis.secondary_yaxis("right", functions=(lambda n: n * each, lambda m: m / each))
     second.yaxis.set_major_formatter(_plain)
     second.set_ylabel(f"metadata, {unit} ({count.metadata_per_object_bytes} B an object)")
-    axis.legend(loc="upper right", **LEGEND)
+    axis.legend(loc="best", **LEGEND)
 
 
 def _token_ticks(axis: Any, sizes: list[int]) -> None:
@@ -162,9 +163,11 @@ def draw_network(plan: NetworkPlan, path: Path) -> None:
             label, (bar.get_x() + bar.get_width() / 2, bar.get_height() / 2 if inside else top * 0.04),
             ha="center", va="center", color="white" if inside else colour, fontweight="bold", zorder=3,
         )  # fmt: skip
-    every = max(1, most // 12)
-    for links in sorted({*range(every, most + every, every), plan.links_per_node_min} - {0}):
-        needed = links == plan.links_per_node_min
+    every, least = max(1, most // 12), plan.links_per_node_min
+    for links in sorted({*range(every, most + every, every), least} - {0}):
+        needed = links == least
+        if not needed and 2 * abs(links - least) < every:
+            continue  # its number would lie on that of the fewest
         axis.axhline(links * effective, color=ORANGE if needed else GREY, linestyle="-" if needed else ":",
                      linewidth=1.4 if needed else 0.8, zorder=1)  # fmt: skip
         axis.text(1.62, links * effective, units.counted(links, "link"), va="center", ha="left",
@@ -195,7 +198,6 @@ def draw_breakeven(plan: BreakEvenPlan, length: BreakEvenLength | None, path: Pa
         ylabel="time", title=f"Break-even against length: {verdict} at {units.format_bytes(plan.size_bytes)}"
     )
     axis.yaxis.set_major_formatter(lambda value, _: units.format_ns(round(value)).removeprefix("≈ "))
-    axis.yaxis.set_minor_formatter(lambda value, _: "")
     # Where the curves are not: they rise, and on the left may be the crossing.
     axis.legend(loc="upper left" if length is None else "lower right", **LEGEND)
     _save(figure, path)
@@ -250,7 +252,10 @@ def _draw_lengths(axis: Any, plan: BreakEvenPlan, length: BreakEvenLength) -> No
     # A crossing at the first length would otherwise lie on the frame.
     axis.set(xlabel="tokens of the prefix", xscale="log", yscale="log", xlim=(tokens[0] / 1.15, tokens[-1]))
     axis.xaxis.set_major_formatter(_plain)
-    axis.xaxis.set_minor_formatter(lambda value, _: "")
+    for one, (low, high) in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
+        if high < 200 * low:  # powers of ten alone may be one number, or none
+            one.get_major_locator().set_params(subs=(1, 2, 5))
+        one.set_minor_formatter(lambda value, _: "")
 
 
 def draw_route(plan: RoutePlan, path: Path) -> None:
@@ -258,6 +263,7 @@ def draw_route(plan: RoutePlan, path: Path) -> None:
     figure, (axis,) = _figure()
     chosen = plan.chosen
     hosts = list(reversed(plan.candidates))
+    figure.set_figheight(min(max(4.6, 1.4 + 0.5 * len(hosts)), FIGURE_HEIGHT_MAX))
     rows = range(len(hosts))
     unit, factor = units.scale_of(max(host.total_ns for host in hosts), units.SHOWN_NS)
     start = [0.0 for _ in hosts]

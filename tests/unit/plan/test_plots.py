@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from kvd.plan.breakeven import LoadCost
 from kvd.plan.breakeven_ledger import BreakEvenLength, BreakEvenPlan, PrefillFit
 from kvd.plan.capacity import CapacityPlan
 from kvd.plan.chunk import RecordedRequest, SweepSetup, sweep
-from kvd.plan.footprint import Footprint, PrefixRead
+from kvd.plan.footprint import Footprint, KeptGroup, PrefixRead
 from kvd.plan.network import NetworkPlan
 from kvd.plan.objects import ObjectsPlan
 from kvd.plan.routing import Candidate, RoutePlan
 from kvd.plan.units import GIB, TIB
 
 pytest.importorskip("matplotlib")
+from matplotlib.colors import to_rgba
+
 US, MS = 1_000, 1_000_000
 NOWHERE = Path("unused.png")
 FIT = PrefillFit(samples=((1_024, 60 * MS), (8_192, 700 * MS), (32_768, 6_000 * MS)))
@@ -140,6 +143,64 @@ def test_traffic_is_labelled_inside_its_bar_or_above(rate: int, drawn: list[Any]
     (axis,) = drawn[0].axes
     assert all(line.get_zorder() < bar.get_zorder() for line in axis.get_lines() for bar in axis.patches)
     assert f"{rate * 3 // 4} GiB/s" in [text.get_text() for text in axis.texts]
+
+
+def overlap(artists: list[Any]) -> bool:
+    boxes = [artist.get_window_extent() for artist in artists]
+    return any(one.overlaps(other) for one, other in combinations(boxes, 2))
+
+
+@pytest.mark.slow
+def test_many_hosts_make_the_picture_taller(drawn: list[Any]) -> None:
+    hosts = tuple(Candidate(f"gpu-{n}", queue_ns=n * MS, prefill_ns=3_000 * MS) for n in range(14))
+    plan_plots.draw_route(RoutePlan(candidates=hosts), NOWHERE)
+    (axis,) = drawn[0].axes
+    bars = [bar for bar in axis.patches if bar.get_facecolor() == to_rgba(plan_plots.BLUE)]
+    assert not overlap([*(text.get_bbox_patch() for text in axis.texts), *bars])
+
+
+@pytest.mark.slow
+def test_numbers_of_links_do_not_cover_one_another(drawn: list[Any]) -> None:
+    plan = NetworkPlan(
+        requests_per_s=Fraction(227), hit_share=Fraction(1), bytes_per_hit=GIB, link_bytes_per_s=Fraction(GIB),
+        efficiency=Fraction(1),
+    )  # fmt: skip
+    plan_plots.draw_network(plan, NOWHERE)
+    told = [text for text in drawn[0].axes[0].texts if "link" in text.get_text()]
+    assert "227 links" in [text.get_text() for text in told]
+    assert not overlap(told)
+
+
+@pytest.mark.slow
+def test_a_span_of_a_decade_has_several_numbers_on_its_axis(drawn: list[Any]) -> None:
+    kept = Footprint.by_hand(131_072)
+    length = BreakEvenLength(cost=LoadCost(40 * MS, 2 * GIB, None, 0), prefill=FIT.cost, footprint=kept)
+    plan_plots.draw_breakeven(
+        BreakEvenPlan(
+            size_bytes=GIB, bandwidth_bytes_per_s=Fraction(2 * GIB), lookup_ns=40 * MS, h2d_ns=0, sync_ns=0,
+            prefill_saved_ns=700 * MS, read=PrefixRead(footprint=kept, tokens=8_192),
+        ), length, NOWHERE,
+    )  # fmt: skip
+    (axis,) = drawn[0].axes
+    (low, high), shown = axis.get_xlim(), [tick.get_loc() for tick in axis.xaxis.get_major_ticks()]
+    assert sum(low <= at <= high for at in shown) >= 4
+
+
+@pytest.mark.slow
+def test_a_flat_curve_is_not_under_the_legend(drawn: list[Any]) -> None:
+    kept = Footprint((KeptGroup(name="state", snapshot_bytes=GIB),))
+    room = CapacityPlan(
+        prefixes_count=10, prefix_tokens=8_192, footprint=kept, chunk_tokens=256, replicas_count=1, hosts_count=4,
+        dram_per_host_bytes=2 * TIB, usable_share=Fraction(4, 5),
+    )  # fmt: skip
+    plan_plots.draw_capacity(
+        room,
+        ObjectsPlan(prefixes_count=10, prefix_tokens=8_192, footprint=kept, chunk_tokens=256),
+        NOWHERE,
+    )
+    axis = drawn[0].axes[1]
+    curve = axis.transData.transform(axis.get_lines()[0].get_xydata())
+    assert not any(axis.get_legend().get_window_extent().contains(x, y) for x, y in curve)
 
 
 def test_without_matplotlib_both_ways_to_get_it_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
