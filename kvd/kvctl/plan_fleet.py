@@ -155,8 +155,9 @@ def network(
 ) -> None:
     """How many links do the reads and writes of the cache need at the least?"""
     plots = plots_for(plot)
-    if store_bytes is not None and store_rate is None:
-        raise contradiction(f"--store-bytes = {store_bytes} without --store-rate: nothing is stored", "both")
+    for option, value in (("--store-bytes", store_bytes), ("--replicas", replicas if replicas > 1 else None)):
+        if value is not None and store_rate is None:
+            raise contradiction(f"{option} = {value} without --store-rate: nothing is stored", "both")
     plan = NetworkPlan(
         requests_per_s=units.parse_rate(rate, "--rate"),
         hit_share=units.parse_share(hit, "--hit"),

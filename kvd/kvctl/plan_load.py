@@ -90,6 +90,11 @@ def breakeven(
             "the rate of the load is not known; allowed: --bandwidth RATE, like 20GiB/s, or --measure",
             code="missing",
         )
+    if measured and None not in (bandwidth, lookup, h2d):
+        raise contradiction(
+            "--measure with --bandwidth, --lookup and --h2d: nothing is left to measure",
+            "without one of them",
+        )
     if socket is not None and not measured:
         raise contradiction(f"--socket = {socket} without --measure: no daemon is asked", "both")
     footprint = None

@@ -62,7 +62,8 @@ class Prefixes:
         if self.snapshots_count > self.own_chunks_count:
             raise UsageError(
                 f"--snapshots = {self.snapshots_count} of a prefix with {counted(self.own_chunks_count, 'chunk')} of "
-                f"its own: a snapshot stands at the end of a chunk; allowed: 1 … {self.own_chunks_count}",
+                "its own: a snapshot stands at the end of a chunk; allowed: "
+                + (f"1 … {self.own_chunks_count}" if self.own_chunks_count else "leave it out"),
                 code="contradiction", snapshots=self.snapshots_count, chunks=self.own_chunks_count,
             )  # fmt: skip
 

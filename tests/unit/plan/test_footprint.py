@@ -258,6 +258,7 @@ def test_a_model_of_states_keeps_a_snapshot_a_prefix_and_no_chunks() -> None:
         ({"snapshots_count": 0}, "snapshots = 0 is below 1"),
         ({"snapshots_count": 5}, "allowed: 1 … 4"),
         ({"snapshots_count": 3, "shared_tokens": 32}, "with 2 chunks of its own"),
+        ({"snapshots_count": 1, "shared_tokens": 64}, "allowed: leave it out"),
         ({"snapshots_count": 1, "footprint": Footprint.by_hand(1)}, "no states are kept"),
         ({"chunk_tokens": 65}, "nothing would ever be stored"),
     ],
