@@ -193,17 +193,10 @@ def _in_flight(plan: NetworkPlan, latency_ns: int) -> InFlightPlan | OverloadedP
     """Loads in flight; the capacity is where the busiest direction would be full."""
     arrivals = Fraction(plan.requests_per_s) * plan.hit_share
     used = plan.utilisation_share
+    capacity_per_s = arrivals / used if arrivals and used else None
     hits = f"{units.format_rate(plan.requests_per_s)} × {units.format_share(plan.hit_share)} hits"
-    if not arrivals or not used:
-        return InFlightPlan(
-            arrivals_per_s=arrivals,
-            time_in_system_ns=latency_ns,
-            capacity_per_s=None,
-            bytes_each=plan.bytes_per_hit,
-        )
-    capacity_per_s = arrivals / used
     how = f"{hits} ÷ {units.format_share(used)} load of the busiest direction"
-    if arrivals >= capacity_per_s:
+    if capacity_per_s is not None and arrivals >= capacity_per_s:
         return OverloadedPlan(arrivals_per_s=arrivals, capacity_per_s=capacity_per_s, capacity_from=how)
     return InFlightPlan(
         arrivals_per_s=arrivals,

@@ -85,6 +85,16 @@ class PrefillCost:
         check_int("linear prefill time", self.linear_ps_per_token, 0, units.plan_duration_ns_max)
         check_int("quadratic prefill time", self.quadratic_fs_per_pair, 0, units.plan_duration_ns_max)
 
+    @property
+    def linear_ns_per_token(self) -> Fraction:
+        """Of a new token."""
+        return Fraction(self.linear_ps_per_token, 1_000)
+
+    @property
+    def quadratic_ns_per_pair(self) -> Fraction:
+        """Of a new token and one that it attends to."""
+        return Fraction(self.quadratic_fs_per_pair, 1_000_000)
+
     def prefill_ns(self, new_tokens: int, context_tokens: int = 0) -> int:
         """Time to compute `new_tokens` after `context_tokens` that are already there. 0 new tokens cost 0."""
         if new_tokens == 0:

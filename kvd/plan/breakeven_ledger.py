@@ -32,8 +32,8 @@ def _fit_parts(model: PrefillCost) -> tuple[str, str, str]:
     """The three coefficients as text: fixed, a new token, a pair."""
     return (
         format_ns(model.fixed_ns),
-        format_ns(Fraction(model.linear_ps_per_token, 1_000)),
-        format_ns(Fraction(model.quadratic_fs_per_pair, 1_000_000)),
+        format_ns(model.linear_ns_per_token),
+        format_ns(model.quadratic_ns_per_pair),
     )
 
 
@@ -184,14 +184,8 @@ class BreakEvenPlan:
     def _saved_steps(self) -> tuple[Step, ...]:
         """Where the prefill saved comes from."""
         if self.prefill is None or self.prefix_tokens is None:
-            return (
-                Step(
-                    "prefill saved",
-                    "given: full prefill less that of the suffix",
-                    self.prefill_saved_ns,
-                    "ns",
-                ),
-            )
+            text = "given: full prefill less that of the suffix"
+            return (Step("prefill saved", text, self.prefill_saved_ns, "ns"),)
         model, prefix = self.prefill, self.prefix_tokens
         full, suffix = model.prefill_ns(prefix + 1), model.prefill_ns(1, prefix)
         return (
@@ -216,15 +210,12 @@ class BreakEvenPlan:
         )
         missing = (f"{', '.join(self.not_given)} not given, counted as 0",) if self.not_given else ()
         copied = (
-            (
-                "the copy measured is one into blocks of this host's memory, not one to a GPU (--h2d says that)",
-            )
-            if "copy" in self.measured
-            else ()
+            "the copy measured is one into blocks of this host's memory, not one to a GPU (--h2d says that)"
         )
         read = self.read.assumptions if self.read is not None else ()
         order = f"load, copy and sync follow one another{hidden}"
-        return (*read, order, *missing, saved, bandwidth, *copied, *self.notes)
+        told = (copied,) if "copy" in self.measured else ()
+        return (*read, order, *missing, saved, bandwidth, *told, *self.notes)
 
     @property
     def conclusion(self) -> str:
@@ -384,8 +375,8 @@ class PrefillFit:
         cost = self.cost
         return {
             "fixed_ns": cost.fixed_ns,
-            "linear_ns_per_token": Fraction(cost.linear_ps_per_token, 1_000),
-            "quadratic_ns_per_pair": Fraction(cost.quadratic_fs_per_pair, 1_000_000),
+            "linear_ns_per_token": cost.linear_ns_per_token,
+            "quadratic_ns_per_pair": cost.quadratic_ns_per_pair,
             "error_max_share": self.error_max_share,
         }
 
@@ -395,18 +386,8 @@ class PrefillFit:
         cost = self.cost
         rows = [
             Step("fixed", "of every prefill", cost.fixed_ns, "ns"),
-            Step(
-                "a new token",
-                "weights and everything but attention",
-                Fraction(cost.linear_ps_per_token, 1_000),
-                "ns",
-            ),
-            Step(
-                "a pair",
-                "of a new token and one it attends to",
-                Fraction(cost.quadratic_fs_per_pair, 1_000_000),
-                "ns",
-            ),
+            Step("a new token", "weights and everything but attention", cost.linear_ns_per_token, "ns"),
+            Step("a pair", "of a new token and one it attends to", cost.quadratic_ns_per_pair, "ns"),
         ]
         for tokens, took in sorted(self.samples):
             text = f"{_prefill_text(cost, tokens)}; measured {format_ns(took)}"

@@ -99,7 +99,7 @@ class InFlightPlan:
     @property
     def _utilisation_steps(self) -> tuple[Step, ...]:
         if self.capacity_per_s is None:
-            return (Step("utilisation", "nothing crosses the network", Fraction(0), "share"),)
+            return (Step("utilisation", "of loads, which nothing here limits", Fraction(0), "share"),)
         text = f"{format_rate(self.arrivals_per_s)} ÷ {format_rate(self.capacity_per_s)}"
         return (
             *_capacity_steps(self.capacity_per_s, self.capacity_from),

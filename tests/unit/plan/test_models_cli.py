@@ -227,6 +227,8 @@ def test_an_overloaded_network_is_told_before_little_is_refused() -> None:
     assert result.exit_code == 0
     assert "1 link cannot carry it" in result.stdout
     assert "the queue grows without end" in result.stdout
+    stores = "network --rate 0/s --hit 0 --bytes 1GiB --link 400Gbit --store-rate 50/s --latency 50ms"
+    assert "nothing crosses" not in run(stores).stdout
     found = ledgers(f"{NETWORK} --links 9 --latency 50ms")["Loads in flight (Little's law)"]
     assert found["answers"]["in_flight_mean"] == 7.5
     assert found["steps"][0]["label"] == "capacity"
