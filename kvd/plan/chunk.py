@@ -292,9 +292,7 @@ def replay(
         probed += min(hits + 1, len(chain))
         if usable:
             needed = [group.needed_chunks(usable, chunk_tokens) for group in groups]
-            size = sum(
-                count * chunk_tokens * group.token_bytes for count, group in zip(needed, groups, strict=True)
-            )
+            size = sum(group.needed_bytes(usable, chunk_tokens) for group in groups)
             objects = sum(count * group.members_count for count, group in zip(needed, groups, strict=True))
             leased += max(needed)
             usable_sum += usable
