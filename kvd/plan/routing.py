@@ -72,7 +72,7 @@ class RoutePlan:
         check_int("number of --host", len(self.candidates), 1, hosts_max)
         check_int("--session-margin", self.session_margin_ns, 0, units.plan_duration_ns_max)
         if self.itl_limit_ns is not None:
-            check_int("--itl-limit", self.itl_limit_ns, 1, units.plan_duration_ns_max)
+            check_int("--itl-limit", self.itl_limit_ns, 1, units.plan_duration_ns_max, unit=" ns")
         names = [candidate.host for candidate in self.candidates]
         if twice := [name for name, count in Counter(names).items() if count > 1]:
             raise UsageError(f"host {twice[0]!r} is given twice; allowed: each host once",

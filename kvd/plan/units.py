@@ -134,13 +134,13 @@ def parse_bytes(text: str, field: str = "size") -> int:
             f"{field} = {text!r} is not a whole number of bytes ({float(value):g} B); allowed: whole bytes",
             code="quantity", field=field, value=text,
         )  # fmt: skip
-    return check_int(field, int(value), 0, plan_bytes_max, shown=text)
+    return check_int(field, int(value), 0, plan_bytes_max, shown=text, unit=" B")
 
 
 def parse_bandwidth(text: str, field: str = "bandwidth") -> Fraction:
     """Bytes a second, exactly: '20GiB/s', '400Gbit' (a link: bits a second). UsageError as `parse_bytes`."""
     value = _scaled(text, field, "20GiB/s or 400Gbit", _BANDWIDTH_UNITS, None)
-    return check_number(field, value, 0, plan_bandwidth_bytes_per_s_max, shown=text)
+    return check_number(field, value, 0, plan_bandwidth_bytes_per_s_max, shown=text, unit=" B/s")
 
 
 def parse_duration_ns(text: str, field: str = "duration") -> int:
@@ -151,13 +151,13 @@ def parse_duration_ns(text: str, field: str = "duration") -> int:
             f"{field} = {text!r} is finer than a nanosecond; allowed: whole nanoseconds",
             code="quantity", field=field, value=text,
         )  # fmt: skip
-    return check_int(field, int(value), 0, plan_duration_ns_max, shown=text)
+    return check_int(field, int(value), 0, plan_duration_ns_max, shown=text, unit=" ns")
 
 
 def parse_rate(text: str, field: str = "rate") -> Fraction:
     """Events a second, exactly: '200/s', '12/min'. UsageError: unknown unit, out of range."""
     value = _scaled(text, field, "200/s", _RATE_UNITS_PER_S, None)
-    return check_number(field, value, 0, plan_rate_per_s_max, shown=text)
+    return check_number(field, value, 0, plan_rate_per_s_max, shown=text, unit="/s")
 
 
 def parse_share(text: str, field: str = "share") -> Fraction:
@@ -176,20 +176,22 @@ def parse_share(text: str, field: str = "share") -> Fraction:
     return check_share(field, number / 100 if unit == "%" else number, shown=text)
 
 
-def check_int(field: str, value: int, low: int, high: int, *, shown: str | None = None) -> int:
-    """`value` if it is an int in low … high; otherwise UsageError with the field, the value and the range."""
+def check_int(
+    field: str, value: int, low: int, high: int, *, shown: str | None = None, unit: str = ""
+) -> int:
+    """`value` if it is an int in low … high; otherwise UsageError with the field, the value and the range in `unit`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise UsageError(
             f"{field} = {value!r} is not a whole number; allowed: an int in {low:,} … {high:,}",
             code="range", field=field, value=str(value),
         )  # fmt: skip
     if not low <= value <= high:
-        raise _outside(field, value, low, high, shown)
+        raise _outside(field, value, low, high, shown, unit)
     return value
 
 
 def check_number(
-    field: str, value: Number, low: Number, high: Number, *, shown: str | None = None
+    field: str, value: Number, low: Number, high: Number, *, shown: str | None = None, unit: str = ""
 ) -> Fraction:
     """`value` as a Fraction in low … high. A float is refused: what it stands for is not what was written."""
     if isinstance(value, bool) or not isinstance(value, int | Fraction):
@@ -198,7 +200,7 @@ def check_number(
             code="range", field=field, value=str(value),
         )  # fmt: skip
     if not low <= value <= high:
-        raise _outside(field, value, low, high, shown)
+        raise _outside(field, value, low, high, shown, unit)
     return Fraction(value)
 
 
@@ -218,11 +220,13 @@ def check_positive(field: str, value: Number, high: Number, *, shown: str | None
     return exact
 
 
-def _outside(field: str, value: Number, low: Number, high: Number, shown: str | None) -> UsageError:
+def _outside(
+    field: str, value: Number, low: Number, high: Number, shown: str | None, unit: str
+) -> UsageError:
     text = repr(shown) if shown is not None else f"{value}"
-    direction = f"above {high:,}" if value > high else f"below {low:,}"
+    direction = f"above {high:,}{unit}" if value > high else f"below {low:,}"
     return UsageError(
-        f"{field} = {text} is {direction}; allowed: {low:,} … {high:,}",
+        f"{field} = {text} is {direction}; allowed: {low:,} … {high:,}{unit}",
         code="range", field=field, value=str(value),
     )  # fmt: skip
 
