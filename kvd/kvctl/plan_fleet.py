@@ -108,27 +108,21 @@ def capacity(
 
 def _own_metadata_bytes(path: Path) -> int:
     """`metadata_bytes_per_object` of a benchmark run, in which every family has one member."""
-    found = _read_json(path, "--bench")
+    allowed = "the output of `kvctl bench local --json`"
+    plain_file(path, "--bench", BENCH_BYTES_MAX, allowed)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--bench = {path}: {error.strerror}; allowed: {allowed}", code="file") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--bench = {path} is not JSON: {error}; allowed: {allowed}", code="file") from None
     value = found.get("metadata_bytes_per_object") if isinstance(found, dict) else None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
         raise UsageError(
-            f"--bench = {path}: metadata_bytes_per_object = {value!r}; allowed: the output of "
-            f"`kvctl bench local --json`, with a number of bytes there",
+            f"--bench = {path}: metadata_bytes_per_object = {value!r}; allowed: {allowed}, with bytes there",
             code="file",
-        )  # fmt: skip
+        )
     return units.ceil_div(Fraction(value), 1)
-
-
-def _read_json(path: Path, option: str) -> object:
-    plain_file(path, option, BENCH_BYTES_MAX, "the output of `kvctl bench local --json`")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(
-            f"{option} = {path}: {error.strerror}; allowed: a readable file", code="file"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{option} = {path} is not JSON: {error}", code="file") from None
 
 
 @guarded

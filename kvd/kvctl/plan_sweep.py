@@ -32,10 +32,11 @@ from kvd.kvctl.plan_options import (
     report,
     whole,
 )
-from kvd.kvctl.plan_tables import print_rows, row_dict
+from kvd.kvctl.plan_tables import print_rows
 from kvd.kvctl.plan_trace import read_trace
 from kvd.plan import units
 from kvd.plan.chunk import CacheFactory, ReferenceLru, SweepCosts, SweepSetup, sweep
+from kvd.plan.ledger import inputs, plain
 
 SIZES_DEFAULT = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -112,7 +113,8 @@ def chunk(
         plots.draw_chunk(found, plot)
     if not as_json:
         print_rows(found)
-    report("chunk", {"Chunk size": found}, as_json, {"rows": [row_dict(row) for row in found.rows]})
+    rows = [{**inputs(row), "usable_share": plain(row.usable_share)} for row in found.rows]
+    report("chunk", {"Chunk size": found}, as_json, {"rows": rows})
 
 
 def _factory(cache: str, policy: str | None, publish_time: str | None, members: int) -> CacheFactory:
