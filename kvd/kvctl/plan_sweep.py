@@ -33,10 +33,11 @@ from kvd.kvctl.plan_options import (
     report,
     whole,
 )
-from kvd.kvctl.plan_tables import print_rows, row_dict
+from kvd.kvctl.plan_tables import print_rows
 from kvd.kvctl.plan_trace import read_trace
 from kvd.plan import units
 from kvd.plan.chunk import CacheFactory, ReferenceLru, SweepCosts, SweepSetup, sweep
+from kvd.plan.ledger import inputs, plain
 
 SIZES_DEFAULT = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -82,8 +83,10 @@ def chunk(
     """Replay a recorded trace at several chunk sizes: objects, metadata, usable prefix, load times."""
     plots = plots_for(plot)
     footprint = model(config, bytes_per_token, dtype, tp=tp, pp=pp, groups=groups)
-    for group in geometry_of(config, dtype).groups if config is not None else ():
-        group.check_block(units.check_int("--engine-block", engine_block, 1, units.plan_count_max))
+    units.check_int("--engine-block", engine_block, 1, units.plan_count_max)
+    if config is not None:
+        for group in geometry_of(config, dtype).groups:
+            group.check_block(engine_block)
     factory = _factory(cache, policy, publish_time, footprint.chunk_members_count)
     setup = SweepSetup(
         footprint=footprint,
@@ -91,7 +94,6 @@ def chunk(
         engine_block_tokens=engine_block,
         capacity_bytes=None if capacity is None else units.parse_bytes(capacity, "--capacity"),
         metadata_per_object_bytes=units.parse_bytes(metadata, "--metadata"),
-        through_core=cache == "core",
         costs=SweepCosts(
             match_per_chunk_ns=units.parse_duration_ns(match_time, "--match-time"),
             lease_per_chunk_ns=units.parse_duration_ns(lease_time, "--lease-time"),
@@ -114,7 +116,8 @@ def chunk(
         plots.draw_chunk(found, plot)
     if not as_json:
         print_rows(found)
-    report("chunk", {"Chunk size": found}, as_json, {"rows": [row_dict(row) for row in found.rows]})
+    rows = [{**inputs(row), "usable_share": plain(row.usable_share)} for row in found.rows]
+    report("chunk", {"Chunk size": found}, as_json, {"rows": rows})
 
 
 def _factory(cache: str, policy: str | None, publish_time: str | None, members: int) -> CacheFactory:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from kvd.plan import units
 from kvd.plan.chunk import ChunkRow, ChunkSweep
-from kvd.plan.ledger import Ledger, plain
+from kvd.plan.ledger import Ledger
 from kvd.plan.network import NetworkPlan
 
 matrix_shown_nodes_max = 7  # what fits 80 columns, the last node among them
@@ -101,9 +101,3 @@ def print_rows(found: ChunkSweep) -> None:
         f"read ÷ the {span} of the trace. P50, P99: time of one load, over the {over} requests that load something.\n",
         markup=False,
     )
-
-
-def row_dict(row: ChunkRow) -> dict[str, object]:
-    """All fields of a row, and its usable share."""
-    names = row.__dataclass_fields__
-    return {**{name: plain(getattr(row, name)) for name in names}, "usable_share": plain(row.usable_share)}

@@ -1,7 +1,7 @@
 """KV geometry: what one token, one chunk and one state snapshot of a model weigh, and which layers belong
 together.
 
-Pure. Owns planes, groups and the sizes that follow. Built by hand here, from a `config.json` in `hf.py`; cut
+Pure. Owns planes, groups and the sizes that follow. Built by hand here, from a `config.json` in `hf/`; cut
 into objects in `shards.py`. Query heads never enter: only what is kept is counted.
 
     geometry  = groups, in the order full, window, chunked, state

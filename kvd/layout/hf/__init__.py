@@ -136,10 +136,8 @@ def _text_config(config: Mapping[str, object], name: str) -> Fields:
             raise UsageError(
                 f"{name}: text_config: model_type is {inner!r}, not a string", code="config-field"
             )
-        return Fields(
-            nested, f"{name}: text_config", inner or _TEXT_OF.get(str(model_type), ""), str(model_type)
-        )
-    return Fields(config, name, str(model_type or ""), "")
+        return Fields(nested, f"{name}: text_config", inner or _TEXT_OF.get(str(model_type), ""))
+    return Fields(config, name, str(model_type or ""))
 
 
 def read(config: Mapping[str, object] | str, types: Types) -> Geometry:

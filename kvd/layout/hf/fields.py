@@ -78,7 +78,6 @@ class Fields:
     mapping: Mapping[str, object]
     name: str
     model_type: str
-    wrapper: str
 
     def refuse(self, field: str, found: str, allowed: str) -> UsageError:
         """The error for one field."""
@@ -107,13 +106,15 @@ class Fields:
 
         Two names for one thing that disagree are refused.
         """
-        present = [(name, self.mapping[name]) for name in names if self.has(name)]
-        for name, value in present:
+        first: tuple[str, int] | None = None
+        for name in filter(self.has, names):
+            value = self.mapping[name]
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise self.refuse(name, f"is {value!r}", f"allowed is a whole number in 1 … {most}")
-            if value != present[0][1]:
-                raise self.refuse(name, f"is {value}", f"{present[0][0]} says {present[0][1]}")
-        return int(str(present[0][1])) if present else None
+            first = first or (name, value)
+            if value != first[1]:
+                raise self.refuse(name, f"is {value}", f"{first[0]} says {first[1]}")
+        return first[1] if first else None
 
     def number(self, *names: str, most: int, default: int | None = None) -> int:
         """As `maybe`, but absent is the default of the model class, or refused."""

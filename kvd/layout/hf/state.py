@@ -270,8 +270,9 @@ def kimi_linear(fields: Fields, types: Types) -> list[Group]:
     """Kimi Linear: KDA and latent attention; the layer lists of `linear_attn_config` count from 1."""
     layers = fields.layers()
     nested = fields.mapping.get("linear_attn_config")
-    inner = Fields(nested if isinstance(nested, Mapping) else {}, f"{fields.name}: linear_attn_config",
-                   fields.model_type, "")  # fmt: skip
+    inner = Fields(
+        nested if isinstance(nested, Mapping) else {}, f"{fields.name}: linear_attn_config", fields.model_type
+    )
     kinds = fields.listed("layer_types", _BLOCKS)
     if kinds is None:
         full, kda = inner.mapping.get("full_attn_layers"), inner.mapping.get("kda_layers")

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvd.kvctl.plan import app
+from kvd.shm import layout
 
 CAPACITY = (
     "capacity --prefixes 32768 --prefix-tokens 8192 --bytes-per-token 131072 --replicas 2 --hosts 128 "
@@ -57,10 +58,9 @@ def test_capacity_takes_the_bytes_of_a_token_from_a_config(tmp_path: Path) -> No
 def test_own_metadata_comes_from_a_benchmark(tmp_path: Path) -> None:
     bench = tmp_path / "bench.json"
     bench.write_text('{"metadata_bytes_per_object": 399.5}')
-    assert (
-        answers(f"{CAPACITY} --bench {bench}", "Objects and metadata")["own_metadata_bytes"]
-        == 1_048_576 * 400
-    )
+    assert answers(f"{CAPACITY} --bench {bench}", "Objects and metadata")[
+        "own_metadata_bytes"
+    ] == 1_048_576 * (400 + 3 * layout.SIZES["Record"])
     for text in (
         "[]",
         "{}",
@@ -214,6 +214,12 @@ def test_refusals(line: str, says: str) -> None:
     assert says in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+def test_what_the_user_wrote_is_told_as_it_is() -> None:
+    """A path that looks like a field of a plan."""
+    result = run("chunk --bytes-per-token 1 --trace", "/no/such/hosts = 3.jsonl")
+    assert "--trace = /no/such/hosts = 3.jsonl: No such file" in " ".join(result.stderr.split())
 
 
 def test_refusals_in_json_are_json() -> None:
