@@ -195,7 +195,7 @@ def test_a_flat_curve_is_not_under_the_legend(drawn: list[Any]) -> None:
     assert not any(axis.get_legend().get_window_extent().contains(x, y) for x, y in curve)
 
 
-def test_without_matplotlib_both_ways_to_get_it_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
