@@ -14,6 +14,7 @@ import typer
 
 from kvd import limits
 from kvd.errors import KvdError, UsageError
+from kvd.kvctl.output import console
 from kvd.kvctl.plan_options import (
     ConfigOption,
     DtypeOption,
@@ -27,7 +28,6 @@ from kvd.kvctl.plan_options import (
     report,
     whole,
 )
-from kvd.kvctl.plan_tables import console
 from kvd.plan import units
 from kvd.plan.breakeven import LoadCost, transfer_ns
 from kvd.plan.breakeven_ledger import BreakEvenLength, BreakEvenPlan, PrefillFit

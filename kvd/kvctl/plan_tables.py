@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from kvd.kvctl.output import console
 from kvd.plan import units
 from kvd.plan.chunk import ChunkRow, ChunkSweep
 from kvd.plan.ledger import Ledger
@@ -18,11 +18,6 @@ matrix_shown_nodes_max = 7  # what fits 80 columns, the last node among them
 
 
 _GAP = "…"
-
-
-def console() -> Console:
-    """Standard output."""
-    return Console(highlight=False)
 
 
 def print_ledger(title: str, ledger: Ledger) -> None:

@@ -454,6 +454,8 @@ class ChunkSweep:
         if most.chunk_tokens < best.chunk_tokens and best.objects_peak_count:
             fewer = Fraction(most.objects_peak_count, best.objects_peak_count)
             first += f", with {format_number(fewer, 1)} times fewer objects"
+        if self.setup.footprint.snapshot_bytes:
+            first += ", where a snapshot stands behind every chunk, whose bytes are not in these figures"
         return f"{first}; this says nothing about other traffic, nor about latency when loads queue."
 
 

@@ -291,10 +291,17 @@ class NetworkPlan:
                 else f"; one host owns {format_share(self.hot_share)} of the reads"
             )
         )
+        missed = Fraction(self.requests_per_s) * (1 - self.hit_share)
+        stored = "all copies are written over the network, the first one included"
+        if not self.stores_per_s and missed:
+            more = format_bandwidth(missed * self.store_bytes)
+            stored = (
+                f"nothing is stored (--store-rate): a copy of what {format_rate(missed)} miss would be {more}"
+            )
         return (
             "rates are means: bursts are not in them",
             spread,
-            "all copies are written over the network, the first one included",
+            stored,
             f"links are full duplex, evenly loaded, and reach {format_share(self.efficiency)} of their rate",
             "nothing else uses them: the model's own traffic is not counted",
         )
@@ -312,7 +319,8 @@ class NetworkPlan:
             first = f"{need[0].upper()}{need[1:]}, which would then be loaded to {load}"
         elif self.carries:
             meet = "meets" if self.links_count == 1 else "meet"
-            first = f"{counted(self.links_count or 0, 'link')} {meet} the bound at a load of {load}"
+            on_each = " on each host" if self.hosts_count is not None else ""
+            first = f"{counted(self.links_count or 0, 'link')}{on_each} {meet} the bound at a load of {load}"
         else:
             first = f"{counted(self.links_count or 0, 'link')} cannot carry it: {need}"
         return (

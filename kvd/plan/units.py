@@ -131,7 +131,7 @@ def parse_bytes(text: str, field: str = "size") -> int:
     value = _scaled(text, field, "512GiB", _BYTE_UNITS, "B")
     if value.denominator != 1:
         raise UsageError(
-            f"{field} = {text!r} is not a whole number of bytes ({float(value):g} B); allowed: whole bytes",
+            f"{field} = {text!r} is not a whole number of bytes; allowed: whole bytes, like {round(value)}B",
             code="quantity", field=field, value=text,
         )  # fmt: skip
     return check_int(field, int(value), 0, plan_bytes_max, shown=text, unit=" B")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from kvd.kvctl import plan_tables
 from kvd.kvctl.plan import app
 from kvd.shm import layout
 
@@ -21,6 +24,12 @@ NETWORK = "network --rate 200/s --hit 0.75 --bytes 1GiB --link 400Gbit --efficie
 BREAKEVEN = "breakeven --bytes 1GiB --bandwidth 20GiB/s --lookup 2ms --h2d 40ms --sync 8ms"
 SAMPLES = "--prefill-sample 1024=60ms --prefill-sample 8192=700ms --prefill-sample 32768=6s"
 ROUTE = "route --host warm:queue=800ms,lookup=2ms,load=98ms,session --host cold:queue=10ms,prefill=300ms"
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal of 80 columns. In a pipe nothing is wrapped."""
+    monkeypatch.setattr(plan_tables, "console", lambda: Console(file=sys.stdout, width=80, highlight=False))
 
 
 def run(line: str, *more: str) -> Result:
@@ -83,7 +92,7 @@ def test_network_prints_the_matrix_and_that_it_is_a_bound() -> None:
     assert matrix == {"nodes": ["cache", "engines"], "bytes_per_s": [[0, 150 << 30], [100 << 30, 0]]}
 
 
-def test_large_matrices_are_cut_and_say_so() -> None:
+def test_large_matrices_are_cut_and_say_so(narrow: None) -> None:
     result = run(f"{NETWORK} --hosts 20 --local 5% --hot 0.3")
     assert result.exit_code == 0
     assert "(6 of 20, the rest like the last)" in result.stdout
@@ -139,7 +148,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_chunk(trace: Path) -> None:
+def test_chunk(trace: Path, narrow: None) -> None:
     line = f"chunk --trace {trace} --bytes-per-token 1000 --chunk-tokens 512 --chunk-tokens 1024 --tp 2"
     result = run(line)
     assert result.exit_code == 0
