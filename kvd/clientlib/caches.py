@@ -278,6 +278,19 @@ def rows_of(block_ids: Any, per_chunk: int, chunks: int, chosen: Sequence[int]) 
     return taken
 
 
+def check_each_once(ids: Any, limit: int) -> None:
+    """What the native code checks of the ids of one call, for those of several. Raises UsageError(block-ids)."""
+    first: dict[int, int] = {}
+    for at, block in enumerate(ids):
+        if not 0 <= block < limit:
+            raise UsageError(f"block_ids[{at}] = {block}: must be 0 … {limit - 1}", code="block-ids")
+        if first.setdefault(block, at) != at:
+            raise UsageError(
+                f"block_ids[{at}] = {block}: stands at block_ids[{first[block]}] too; each can be written once",
+                code="block-ids",
+            )
+
+
 def _check_fits(group: Group, layout: PagedLayout | StateLayout) -> None:
     """Refuse a layout that is not of this group: other planes, or layers and heads beyond it."""
     if (group.rule is Rule.STATE) != isinstance(layout, StateLayout):

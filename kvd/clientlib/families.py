@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvd import arguments
-from kvd.clientlib.caches import rows_of
+from kvd.clientlib.caches import check_each_once, rows_of
 from kvd.clientlib.leases import Lease, Leases, Report
 from kvd.errors import CompatibilityError, LifecycleError, UsageError
 from kvd.layout import chain as reference
@@ -24,7 +24,7 @@ from kvd.layout.shards import Objects, Rank, Split
 from kvd.shm._native import FamilyRules
 
 if TYPE_CHECKING:
-    from kvd.clientlib.caches import BlockIds, EngineCache
+    from kvd.clientlib.caches import BlockIds, EngineCache, Read
     from kvd.clientlib.chain import Chain
     from kvd.shm._native import Client, LeaseBatch
 
@@ -175,11 +175,17 @@ class FamilyLeases(Leases):
         by_split: dict[int, list[int]] = {}
         for number in todo:
             by_split.setdefault(present[number - self.first_chunk][1], []).append(number - todo.start)
-        work = []  # all of it is looked at before the first byte moves
+        work: list[
+            tuple[Read, list[tuple[memoryview, ...]], Any]
+        ] = []  # all of it is looked at before the first byte moves
         for code, rows in by_split.items():
             numbers = [todo.start + row for row in rows]
             for read in cache.reads(self._families, code):
-                ids = rows_of(block_ids, read.copies.blocks_per_chunk, len(todo), rows)
+                copies = read.copies
+                if len(by_split) > 1 and not work:
+                    every = rows_of(block_ids, copies.blocks_per_chunk, len(todo), range(len(todo)))
+                    check_each_once(every, copies.native.blocks_count)
+                ids = rows_of(block_ids, copies.blocks_per_chunk, len(todo), rows)
                 work.append((read, read.views(self, numbers), ids))
         return sum(read.scatter(cache, views, ids) for read, views, ids in work)
 

@@ -12,7 +12,6 @@ from kvd.core.books import Books, Flow
 from kvd.core.columns import u32
 from kvd.core.events import (
     ADMIN,
-    NONE,
     AdminReply,
     Clear,
     DoAgain,
@@ -26,7 +25,6 @@ from kvd.core.events import (
 )
 from kvd.core.leaving import Leaving
 from kvd.core.policy import HARD, lists_count
-from kvd.core.reservations import Reservation
 from kvd.core.space import Plan, Space
 from kvd.errors import CapacityError, Retry, UsageError
 
@@ -88,11 +86,7 @@ class Administration:
         families = size_bytes = held_families = held_bytes = 0
         if starts:
             plan = self._space.subtree(starts, Reason.WITHDRAW)
-            plan.withdraw = True
-            gone = {run for run, count in plan.cuts if count == len(forest.members[run])}
-            left = yield from self._leaving.evict(plan)
-            for reservation in books.reservations.forget(gone, set(plan.entries)):
-                self._claim_again(reservation)
+            left = yield from self._leaving.withdraw(plan)
             families, size_bytes = left.families, left.size_bytes
             held_families, held_bytes = left.held_families, left.held_bytes
         result: dict[str, object] = {
@@ -100,22 +94,6 @@ class Administration:
         }  # fmt: skip
         books.effects.append(Note("warning", "families_withdrawn", result))
         books.effects.append(AdminReply(event.op, result))
-
-    def _claim_again(self, reservation: Reservation) -> None:
-        """Claim what is left to a reservation after some of what it lies behind was withdrawn."""
-        books = self._books
-        forest = books.forest
-        for run in reservation.claimed:
-            forest.unclaim(run)
-        entries = [entry for entry in (*reservation.entries, reservation.parent_entry) if entry != NONE]
-        reservation.claimed = list({forest.run_of[entry] for entry in entries})
-        for run in reservation.claimed:
-            forest.claim(run)
-        for family, entry in enumerate(reservation.entries):
-            if entry == NONE and not reservation.is_family_live(family):
-                books.orphans.await_family(reservation, family)
-        if reservation.parent_entry == NONE and reservation.parent_key8:
-            books.orphans.add_reservation(reservation.parent_key8, reservation.number)
 
     def clear(self, event: Clear) -> Flow[None]:
         """Evict all that may leave, suffixes first; say what stays and why."""

@@ -46,7 +46,9 @@ class Forest:
         self.key8_of: array[int] = array("Q")
         self.home_of: array[int] = array("I")  # number of a slab it has a slot in
         self.missing_of: array[int] = array("B")  # members not yet published
-        self.partial: OrderedDict[int, None] = OrderedDict()  # entries with missing members, oldest first
+        # Entries with missing members -> when the latest of those they have was published, or when they were put off;
+        # the oldest first. What is written or read behind them says nothing about who completes them.
+        self.partial: OrderedDict[int, int] = OrderedDict()
         # per run
         self.run_numbers = Numbers(lists_count, NONE)
         self.members: list[array[int]] = [array("I")] * lists_count
@@ -181,7 +183,7 @@ class Forest:
         if missing_count:
             for entry in entries:
                 self.missing_of[entry] = missing_count
-                self.partial[entry] = None
+                self.partial[entry] = now_ns
         total = self.namespaces.get(namespace)
         if total is None:
             total = self.namespaces[namespace] = [0, 0]
@@ -190,14 +192,21 @@ class Forest:
         self.refresh(run, now_ns)
         return run
 
-    def add_member(self, entry: int, slot_bytes: int, class_set: int) -> None:
+    def add_member(self, entry: int, slot_bytes: int, class_set: int, now_ns: int) -> None:
         """One more mandatory member of an existing family is published."""
         self.add_optional(entry, slot_bytes, class_set)
         missing = self.missing_of[entry] - 1
         if missing >= 0:
             self.missing_of[entry] = missing
-            if not missing:
+            if missing:
+                self.put_off(entry, now_ns)
+            else:
                 self.partial.pop(entry, None)
+
+    def put_off(self, entry: int, now_ns: int) -> None:
+        """This family with missing members is as if it had got its latest just now."""
+        self.partial[entry] = now_ns
+        self.partial.move_to_end(entry)
 
     def add_optional(self, entry: int, slot_bytes: int, class_set: int) -> None:
         """An optional member of an existing family is published: more bytes, as complete as before."""

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from kvd.core.books import Books, Flow
 from kvd.core.columns import u32, u64
-from kvd.core.events import DoEvict, Evicted, Reason
+from kvd.core.events import NONE, DoEvict, Evicted, Reason
+from kvd.core.reservations import Reservation
 from kvd.core.space import Plan
 from kvd.errors import InvariantError
 
@@ -56,11 +57,39 @@ class Leaving:
             self._withdraw_held(plan, held, left)
         else:
             self._keep_held(plan, held, left)
+        self._remember_orphans()
         counters = books.counters
         counters["evictions"] += 1
         counters["evicted_bytes"] += left.size_bytes
         counters[f"evicted_{plan.reason.value}"] += left.families
         return left
+
+    def withdraw(self, plan: Plan) -> Flow[Left]:
+        """Carry the plan out whoever holds or extends what is in it; reservations lose what they knew of it."""
+        books = self._books
+        members = books.forest.members
+        plan.withdraw = True
+        gone = {run for run, count in plan.cuts if count == len(members[run])}
+        left = yield from self.evict(plan)
+        for reservation in books.reservations.forget(gone, set(plan.entries)):
+            self._claim_again(reservation)
+        return left
+
+    def _claim_again(self, reservation: Reservation) -> None:
+        """Claim what is left to a reservation after some of what it lies behind was withdrawn."""
+        books = self._books
+        forest = books.forest
+        for run in reservation.claimed:
+            forest.unclaim(run)
+        entries = [entry for entry in (*reservation.entries, reservation.parent_entry) if entry != NONE]
+        reservation.claimed = list({forest.run_of[entry] for entry in entries})
+        for run in reservation.claimed:
+            forest.claim(run)
+        for family, entry in enumerate(reservation.entries):
+            if entry == NONE and not reservation.is_family_live(family):
+                books.orphans.await_family(reservation, family)
+        if reservation.parent_entry == NONE and reservation.parent_key8:
+            books.orphans.add_reservation(reservation.parent_key8, reservation.number)
 
     def retry_limbo(self) -> Flow[int]:
         """Try again for all withdrawn families that were held; returns how many came back."""
@@ -77,6 +106,13 @@ class Leaving:
         self._take_back(freed, answer)
         books.counters["limbo_freed"] += len(freed)
         return len(freed)
+
+    def _remember_orphans(self) -> None:
+        """What stays behind a family that left will lie behind it again when that comes back."""
+        orphaned = self._books.forest.orphaned
+        for lost_key8, key8, entry in orphaned:
+            self._books.orphans.add_family(lost_key8, key8, entry)
+        orphaned.clear()
 
     def _take_back(self, freed: array[int], answer: Evicted) -> None:
         books = self._books
@@ -107,9 +143,6 @@ class Leaving:
         left.size_bytes = sum(map(forest.bytes_of.__getitem__, plan.entries)) - left.held_bytes
         for run, count in plan.cuts:
             left.held_runs.extend(forest.cut_around(run, count, staying))
-        for lost_key8, key8, entry in forest.orphaned:
-            books.orphans.add_family(lost_key8, key8, entry)
-        forest.orphaned.clear()
         forest.keep(left.held_runs)
         left.held_families = len(held)
         books.counters["held_reverts"] += len(held)

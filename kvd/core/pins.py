@@ -46,8 +46,7 @@ class Pins:
         return PinKind.HARD if counts[1] else PinKind.SOFT
 
     def pin(self, entries: Buffer, kind: PinKind, hard_bytes_max: int) -> tuple[int, int]:
-        """Pin the prefixes that end at these families, all or none. Of those named together, one that lies before
-        another is a part of its pin; one that is named later has a pin of its own, which outlives the other.
+        """Pin the prefixes that end at these families, all or none.
 
         Returns how many pins there are more, and how many bytes pinned hard there would be beyond the limit:
         if that is not 0, nothing was pinned.
@@ -58,11 +57,8 @@ class Pins:
         for entry in reversed(u32(entries)):
             if not forest.is_used(entry):
                 continue
-            run = forest.run_of[entry]
-            if run in reached or (
-                forest.members[run][-1] == entry and self.explicit.get(run, PinKind.NONE) & kind
-            ):
-                continue
+            if forest.run_of[entry] in reached:
+                continue  # a pin that ends behind it holds it, and came with it
             run = forest.ending_at(entry)
             ends.append(run)
             reached.update(dict.fromkeys(forest.path(run)))
@@ -70,10 +66,13 @@ class Pins:
             more = sum(forest.run_bytes[run] for run in reached if self.kind(run) is not PinKind.HARD)
             if self.hard_bytes + more > hard_bytes_max:
                 return 0, self.hard_bytes + more - hard_bytes_max
+        added = 0
         for run in ends:
-            self.explicit[run] = self.explicit.get(run, PinKind.NONE) | kind
-            self._add(run, int(bool(kind & PinKind.SOFT)), int(bool(kind & PinKind.HARD)))
-        return len(ends), 0
+            if not self.explicit.get(run, PinKind.NONE) & kind:
+                self.explicit[run] = self.explicit.get(run, PinKind.NONE) | kind
+                self._add(run, int(bool(kind & PinKind.SOFT)), int(bool(kind & PinKind.HARD)))
+                added += 1
+        return added, 0
 
     def unpin(self, entries: Buffer) -> int:
         """Remove the pins that end in the runs of these families; returns how many."""

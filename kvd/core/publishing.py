@@ -268,8 +268,11 @@ class Publishing:
                 new[family] = member
         self._append_new(reservation, new)
         for entry, member in grown:
-            add = forest.add_member if reservation.is_mandatory(member) else forest.add_optional
-            add(entry, reservation.shape.slot_bytes[member], reservation.shape.class_set)
+            slot_bytes, class_set = reservation.shape.slot_bytes[member], reservation.shape.class_set
+            if reservation.is_mandatory(member):
+                forest.add_member(entry, slot_bytes, class_set, books.now_ns)
+            else:
+                forest.add_optional(entry, slot_bytes, class_set)
         places = array("Q", [reservation.places[item] for item in won])
         books.slots.publish(places, won_entries, forest.home_of)
         books.reservations.not_live(reservation, won)

@@ -275,7 +275,9 @@ class Reservations:
         touched: list[Reservation] = []
         for reservation in self.live.values():
             known = reservation.entries
-            lost = [family for family, entry in enumerate(known) if entry in entries]
+            lost = []
+            if known.count(NONE) != len(known) and not entries.isdisjoint(known):
+                lost = [family for family, entry in enumerate(known) if entry in entries]
             parent_lost = reservation.parent_entry in entries
             if not lost and not parent_lost and runs.isdisjoint(reservation.claimed):
                 continue

@@ -25,7 +25,6 @@ PRESENT = int(ReserveStatus.PRESENT)
 PENDING = int(ReserveStatus.PENDING)
 
 leased_runs_max = 8192  # looked at to say what leases keep
-abandoned_plans_per_tick = 16  # a plan is half a prefix, with all its chunks
 
 _live = bytes([LIVE])
 _granted_mask = bytes([1]) + bytes(255)  # translate table: GRANTED -> 1, everything else -> 0
@@ -188,14 +187,9 @@ class Reserving:
         """What time alone brings: families in limbo come back, and halves that nobody goes on with leave."""
         books, space = self._books, self._space
         yield from self._leaving.retry_limbo()
-        search = Search()
-        for _ in range(abandoned_plans_per_tick):
-            plan = space.plan_partial(search, books.now_ns - books.config.partial_idle_ns)
-            if plan is None:
-                return
-            left = yield from self._leaving.evict(plan)
-            search.forget(run for run, _ in plan.cuts)
-            search.held.update(left.held_runs)
+        plan = space.plan_abandoned(books.now_ns - books.config.partial_idle_ns, books.now_ns)
+        if plan is not None:
+            yield from self._leaving.withdraw(plan)
 
     def _refuse_impossible(self, want: Want) -> None:
         """Refuse before anything is evicted in vain."""

@@ -57,7 +57,7 @@ def _entries(books: Books, event: Restore) -> None:
     if any(len(column) != event.entries_end for column in columns):
         raise InvariantError(f"columns are not of {event.entries_end} entries", code="restore")
     if missing.count(0) != len(missing):
-        forest.partial.update((entry, None) for entry, count in enumerate(missing) if count)
+        forest.partial.update((entry, books.now_ns) for entry, count in enumerate(missing) if count)
 
 
 def _runs(books: Books, event: Restore) -> None:

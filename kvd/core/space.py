@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from kvd.core.columns import Numbers
@@ -30,6 +31,9 @@ windows_tried_max = 256  # around so many slabs a window is looked for, for one 
 # So many runs are passed over in one plan that have no slots of the class and around which no window is looked for any
 # more: a turn stays short, whatever lies in the pool.
 passed_over_max = 4096
+partial_families_max = 4096  # with missing members: looked at, and leaving, in one turn
+abandoned_members_max = 1 << 17  # of runs that are looked through for families to withdraw, in one turn
+abandoned_cuts_max = 1024  # pieces of runs that such families fill
 slabs_looked_max = 256  # slabs of the class whose families are asked one by one, for one want
 
 
@@ -70,6 +74,8 @@ class Search:
     avoid: set[int] = field(default_factory=set)  # slabs that cannot be cleared
     hopeless: set[int] = field(default_factory=set)  # slabs around which there is no window
     barren: set[int] = field(default_factory=set)  # slabs of the class none of whose families can leave
+    blocked: set[int] = field(default_factory=set)  # runs behind which something must stay
+    no_partial: bool = False  # no family with missing members can leave
     passed_over: bool = False  # among the coldest runs there are none with slots of the class
     families: int = 0  # that left
     size_bytes: int = 0
@@ -79,6 +85,7 @@ class Search:
         numbers = set(runs)
         self.held -= numbers
         self.windowless -= numbers
+        self.blocked -= numbers
 
 
 class Short(NamedTuple):
@@ -131,10 +138,11 @@ class Space:
         """Who leaves next, so that what is short comes free. None: nobody can."""
         reason, size_class, count = short
         forest = self._forest
-        if forest.partial:
+        if forest.partial and not search.no_partial:
             plan = self.plan_partial(search, now_ns - self._partial_grace_ns)
             if plan is not None:
                 return plan
+            search.no_partial = True
         surplus = min(self._batch_families, forest.entries.used_count // surplus_divisor)
         families_wanted = max(count, surplus)
         planned: dict[int, int] = {}
@@ -190,21 +198,63 @@ class Space:
         return Plan(entries, ordered, reason)
 
     def plan_partial(self, search: Search, before_ns: int) -> Plan | None:
-        """A family that was never completed, that nobody is writing the rest of, not touched since `before_ns`; and all
-        behind it.
+        """A family that was never completed, that nobody is writing the rest of, and that got its latest member before
+        `before_ns`; and all behind it, or the farthest of that.
         """
         forest = self._forest
         is_pending = self._reservations.is_pending
-        for entry in forest.partial:
-            run = forest.run_of[entry]
-            if forest.touched_ns[run] > before_ns:
+        for entry, since_ns in islice(forest.partial.items(), partial_families_max):
+            if since_ns > before_ns:
                 break  # the oldest stand first; a rank publishes its member a moment after another
-            if run in search.held or is_pending(forest.key8_of[entry]) or forest.policy.list_of[run] == HARD:
+            run = forest.run_of[entry]
+            if run in search.held or run in search.blocked:
+                continue
+            if is_pending(forest.key8_of[entry]) or forest.policy.list_of[run] == HARD:
                 continue
             plan = self.subtree({run: forest.members[run].index(entry)}, Reason.PARTIAL)
             if not self._is_blocked(search, plan):
-                return plan
+                return _farthest(plan, partial_families_max)
+            search.blocked.add(run)  # whichever of its families they begin with, plans have the same runs
         return None
+
+    def plan_abandoned(self, before_ns: int, now_ns: int) -> Plan | None:
+        """Families that got their latest member before `before_ns` and that nobody completes; to be withdrawn.
+
+        They alone, for what lies behind them may be another's. Those that must stay are put off.
+        """
+        forest = self._forest
+        chosen: dict[int, set[int]] = {}
+        put_off: list[int] = []
+        members_count = 0  # of the runs they are in, which are looked through
+        for entry, since_ns in islice(forest.partial.items(), partial_families_max):
+            if since_ns > before_ns:
+                break
+            run = forest.run_of[entry]
+            if self._reservations.is_pending(forest.key8_of[entry]) or forest.policy.list_of[run] == HARD:
+                put_off.append(entry)
+            elif run in chosen:
+                chosen[run].add(entry)
+            elif members_count < abandoned_members_max:
+                chosen[run] = {entry}
+                members_count += len(forest.members[run])
+            else:
+                break
+        for entry in put_off:
+            forest.put_off(entry, now_ns)
+        entries: array[int] = array("I")
+        cuts: list[tuple[int, int]] = []
+        for run, leaving in chosen.items():
+            if len(cuts) >= abandoned_cuts_max:
+                break  # the rest stands first the next time
+            members = forest.members[run][:]
+            leaves = bytes(map(leaving.__contains__, members)) + b"\0"
+            end = 0
+            while len(cuts) < abandoned_cuts_max and (begin := leaves.find(1, end)) >= 0:
+                end = leaves.find(0, begin)
+                cuts.append((forest.ending_at(members[end - 1]), end - begin))
+                entries.extend(members[begin:end])
+        cuts.reverse()  # a prefix is mostly the older one: what lies behind it leaves first, and is no orphan
+        return Plan(entries, cuts, Reason.PARTIAL) if cuts else None
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -354,3 +404,20 @@ class Space:
 
 def _published_bytes(slab: Slab | None) -> int:
     return 0 if slab is None else slab.published_count * slab.size_class.slot_bytes
+
+
+def _farthest(plan: Plan, families_max: int) -> Plan:
+    """The part of a plan that leaves first, if it is larger than that."""
+    if len(plan.entries) <= families_max:
+        return plan
+    entries: array[int] = array("I")
+    cuts: list[tuple[int, int]] = []
+    at = 0
+    for run, count in plan.cuts:
+        some = min(count, families_max - len(entries))
+        if not some:
+            break
+        cuts.append((run, some))
+        at += count
+        entries.extend(plan.entries[at - some : at])
+    return Plan(entries, cuts, plan.reason)

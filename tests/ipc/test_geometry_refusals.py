@@ -250,6 +250,26 @@ def test_no_block_is_written_twice_by_one_scatter(ns: kvd.Namespace) -> None:
     assert all((now == then).all() for now, then in zip(memory, before, strict=True))
 
 
+def test_no_block_is_written_twice_where_chunks_are_of_two_splits(ns: kvd.Namespace) -> None:
+    """Fails if ids are compared within each split only: each split's chunks are a native call of their own."""
+    prompt = Prompt(FULL, 2)
+    chain = ns.chain(tokens(2 * CHUNK + 1), CHUNK)
+    write(ns, chain[:1], Engine(Prompt(FULL, 1)), kvd.Split(), None)
+    for rank in range(2):
+        write(ns, chain, Engine(prompt, tp=2, rank=rank), kvd.Split(tp=2), rank)
+    engine = Engine(prompt)
+    memory = engine.memory(chunks=0)
+    before = [one.copy() for one in memory]
+    cache = ns.register(engine.layout, memory, geom=FULL, name="twice")
+    with ns.acquire(chain, FULL) as leases:
+        assert leases.usable_chunks == 2
+        for ids, said in (([0, 2, 1, 2], r"block_ids\[3\] = 2: stands at .*\[1\]"), ([0, 1, 2, 999], "999")):
+            with pytest.raises(UsageError, match=said) as e:
+                leases.scatter(cache, ids)
+            assert e.value.code == "KVD-USAGE-BLOCK-IDS"
+            assert all((now == then).all() for now, then in zip(memory, before, strict=True))
+
+
 def test_a_cache_of_what_is_not_reserved_is_refused(store: kvd.Store, ns: kvd.Namespace) -> None:
     """Fails without `EngineCache.stores`: 0 bytes came back and nothing was published, without a word."""
     chain = ns.chain(tokens(2 * CHUNK + 1), CHUNK)

@@ -379,7 +379,7 @@ class Daemon:
         self.sim.count(f"left: {effect.reason.value}", len(freed))
         self.sim.count("held", len(held))
         records = self._free(freed)
-        self._check_reason(effect.reason, gone_at, held)
+        self._check_reason(effect, gone_at, held)
         return ev.Evicted(
             effect.token,
             array("I", [entry.number for entry in freed]).tobytes(),
@@ -419,14 +419,15 @@ class Daemon:
                 self.memory.give(record)
         return records
 
-    def _check_reason(self, reason: ev.Reason, gone_at: dict[bytes, int], held: Iterable[Entry]) -> None:
-        """What is pinned hard, or written behind, does not leave; by policy no prefix leaves before its suffix."""
+    def _check_reason(self, effect: ev.DoEvict, gone_at: dict[bytes, int], held: Iterable[Entry]) -> None:
+        """What is pinned hard does not leave; by policy no prefix leaves before its suffix, unless it was abandoned."""
+        reason = effect.reason
         if reason is ev.Reason.WITHDRAW or reason is ev.Reason.LIMBO:
             return
         for key in self.pinned:
             if key in gone_at:
                 raise Violation(f"family {key[:4].hex()} is pinned hard and left ({reason.value})")
-        if reason not in POLICY_REASONS or not gone_at:
+        if reason not in POLICY_REASONS or effect.withdraw or not gone_at:
             return
         spared = {entry.key for entry in held}
         published_at, parents = self.meta.published_at, self.sim.parents

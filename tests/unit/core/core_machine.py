@@ -59,8 +59,11 @@ class Watched(World):
         if reason is not ev.Reason.WITHDRAW:
             prefix_pinned = {key for pin in self.pinned_hard for key in pin}
             assert not prefix_pinned & set(left), "a family that is pinned hard left"
+            if effect.withdraw:  # abandoned: it leaves whoever writes behind it
+                gone = set(left) | set(withdrawn)
+                self.behind_live = {n: key for n, key in self.behind_live.items() if key not in gone}
             assert not set(self.behind_live.values()) & set(left), "a family that somebody writes behind left"
-        if reason in POLICY_REASONS:
+        if reason in POLICY_REASONS and not effect.withdraw:
             self._check_suffixes(gone_at, set(ev_column(answer.held)))
         return answer
 

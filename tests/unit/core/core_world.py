@@ -241,8 +241,12 @@ class World:
     ) -> ev.ReservedReply | ev.ErrorReply:  # fmt: skip
         members = (Member(0, size),) if members is None else members
         entries = array("I", [self.index.get(key, ev.NONE) for key in keys])
+        mandatory = len(members) if family_members is None else family_members
         present = bytes(
-            entry != ev.NONE and member.index in self.families[entry].members
+            entry != ev.NONE and (
+                self.families[entry].family_members != mandatory  # cut otherwise: no place for these members
+                or member.index in self.families[entry].members
+            )
             for entry in entries for member in members
         )  # fmt: skip
         previous = parent
@@ -253,9 +257,8 @@ class World:
         parent_entry = self.index.get(parent, ev.NONE) if parent is not None else ev.NONE
         replies = self.do(
             ev.Reserve(
-                client, self.op, request, namespace, b"".join(keys), parent_entry, members, 0, len(members) if
-                family_members is None else family_members, skip_pending, entries.tobytes(), present,
-                key8(parent) if parent is not None else 0,
+                client, self.op, request, namespace, b"".join(keys), parent_entry, members, 0, mandatory, skip_pending,
+                entries.tobytes(), present, key8(parent) if parent is not None else 0,
             )
         )  # fmt: skip
         (reply,) = replies

@@ -45,19 +45,17 @@ def test_a_pin_reaches_to_the_root_and_what_two_pins_share_stays_until_both_are_
     assert not any(world.flags.values())
 
 
-def test_a_pin_outlives_a_deeper_one_that_is_withdrawn() -> None:
-    """Fails if a pin within what another reaches is not kept: it ended with the other."""
+def test_a_pin_is_kept_where_a_longer_one_reached_already() -> None:
+    """Fails if a pin that a longer one covers is not entered: it would be over with that one."""
     world = World()
-    keys = chain("a", 8)
-    world.write(0, keys)
-    for named in (keys[6], keys[2], keys[2]):
-        world.pin([named], ev.PinKind.HARD)
-    assert world.withdraw([keys[3]])["families"] == 5
-    kept = world.clear()["kept"]
-    assert isinstance(kept, dict)
-    assert kept["pinned"]["families"] == 3
-    assert [world.has(key) for key in keys] == [True] * 3 + [False] * 5
-    world.unpin([keys[2]])
+    world.write(0, chain("a", 6))
+    assert world.pin(chain("a", 6), ev.PinKind.HARD).result["pins_added"] == 1
+    assert world.pin(chain("a", 3), ev.PinKind.HARD).result["pins_added"] == 1
+    assert world.pin(chain("a", 3), ev.PinKind.HARD).result["pins_added"] == 0, "it is there"
+    world.withdraw(chain("a", 1, 3))
+    world.clear()
+    assert [world.has(key) for key in chain("a", 6)] == [True] * 3 + [False] * 3
+    assert world.unpin(chain("a", 3)).result == {"pins_removed": 1, "pinned_bytes": 0}
     world.clear()
     assert not world.index
 

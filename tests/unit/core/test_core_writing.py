@@ -9,12 +9,16 @@ from core_world import MIB, World, chain, key8, key_of
 
 from kvd import limits
 from kvd.core import events as ev
+from kvd.core import space
 from kvd.core.core import Core, CoreConfig
 from kvd.errors import InvariantError, KvdError, Retry
 from kvd.types import Member
 
 G, P, N = ev.ReserveStatus.GRANTED, ev.ReserveStatus.PRESENT, ev.ReserveStatus.PENDING
 S = ev.PublishStatus
+TWO = (Member(0, 4096), Member(1, 4096))
+THREE = tuple(Member(number, 4096) for number in range(3))
+IDLE_S = CoreConfig().partial_idle_ns / 10**9 + 1
 
 
 def reserved(reply: ev.ReservedReply | ev.ErrorReply) -> ev.ReservedReply:
@@ -280,18 +284,141 @@ def test_half_a_prefix_that_nobody_goes_on_with_leaves_in_time() -> None:
     assert world.write(1, half, members=three, family_members=3) == [0] * 12
 
 
-def test_a_leased_half_stays_until_it_is_let_go() -> None:
+def half_of(world: World, keys: list[bytes]) -> None:
+    """What the first of two ranks stored before both died."""
+    world.write(0, keys, members=TWO[:1], family_members=2)
+
+
+def test_a_leased_half_leaves_the_index_and_its_bytes_when_it_is_let_go() -> None:
+    """Fails if a half that somebody holds keeps its key: no engine with another split could ever write it."""
     world = World()
     half = chain("half", 2)
-    world.write(0, half, members=(Member(0, 4096),), family_members=2)
-    world.now_ns += 2 * world.core.config.partial_idle_ns
+    half_of(world, half)
     world.hold(1, half[:1])
+    world.sleep(IDLE_S)
     world.tick()
-    assert world.core.statistics()["families_partial"] == 1, "what is behind it left"
+    assert not any(map(world.has, half))
+    assert world.core.statistics()["families_limbo"] == 1
+    assert world.write(1, half, members=THREE, family_members=3) == [0] * 6
     world.hazards[1].clear()
-    world.now_ns += 2 * world.core.config.partial_idle_ns
     world.tick()
-    assert world.core.statistics()["families_partial"] == 0
+    assert world.core.statistics()["families_limbo"] == 0
+    world.check_content()
+
+
+def test_who_goes_on_behind_a_half_does_not_keep_it() -> None:
+    """Fails if a half stays as long as something is written behind it, or is being written there: under a prompt that
+    every request begins with that is always, and the engine that writes it could never write the prompt itself.
+    """
+    world = World()
+    half = chain("prompt", 2)
+    half_of(world, half)
+    last = None
+    for request in range(1, int(IDLE_S) // 10 + 2):
+        world.sleep(10)
+        last = chain(("question", request), 1)
+        world.write(1, last, members=THREE, family_members=3, parent=half[-1], request=request)
+    being_written = chain("being written", 2)
+    later = reserved(world.reserve(1, being_written, members=THREE, family_members=3, parent=half[-1]))
+    world.tick()
+    assert not any(map(world.has, half))
+    assert last is not None
+    assert world.has(last[0]), "what is behind it is whole, and another's"
+    world.fill(later.reservation)
+    assert set(world.publish(1, later.reservation)) == {0}
+    assert world.write(1, half, members=THREE, family_members=3) == [0] * 6
+    assert world.touch(1, half + last) == 3
+    assert world.touch(1, half + being_written) == 4
+    behind = world.core._books.forest
+    parents = {behind.parent[behind.run_of[world.index[keys[0]]]] for keys in (last, being_written)}
+    assert parents == {behind.run_of[world.index[half[-1]]]}, "they lie behind it again"
+    world.check_content()
+
+
+def test_one_half_that_must_stay_does_not_keep_the_others() -> None:
+    """Fails if the first in the row that is leased, pinned, read or being completed stands before all behind it."""
+    world = World()
+    pinned, completed, leased, idle = (chain(name, 2) for name in ("pinned", "completed", "leased", "idle"))
+    for keys in (pinned, completed, leased, idle):
+        half_of(world, keys)
+    world.pin(pinned[1:], ev.PinKind.HARD)
+    world.hold(1, leased)
+    pending = reserved(world.reserve(1, completed, members=TWO[1:], family_members=2))
+    world.sleep(IDLE_S)
+    world.tick()
+    assert [all(map(world.has, keys)) for keys in (pinned, completed, leased, idle)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    world.fill(pending.reservation)
+    assert set(world.publish(1, pending.reservation)) == {0}
+    assert world.touch(1, completed) == 2
+    world.unpin(pinned)
+    world.sleep(IDLE_S)
+    world.tick()
+    assert not any(map(world.has, pinned))
+    assert all(map(world.has, completed))
+
+
+def test_a_member_that_comes_gives_the_others_their_time() -> None:
+    """Fails if the age of a half counts from its first member."""
+    world = World()
+    keys = chain("three", 2)
+    for member in THREE:
+        assert world.write(0, keys, members=(member,), family_members=3) == [0, 0]
+        world.sleep(IDLE_S - 2)
+        world.tick()
+    assert world.touch(1, keys) == 2
+
+
+def test_halves_in_the_middle_of_a_run_leave_alone() -> None:
+    world = World()
+    keys = chain("mixed", 9)
+    half_of(world, keys)
+    for whole in (keys[:1], keys[3:5], keys[6:7]):
+        world.write(1, whole, members=TWO[1:], family_members=2)
+    world.sleep(IDLE_S)
+    world.tick()
+    assert [world.has(key) for key in keys] == [at in (0, 3, 4, 6) for at in range(9)]
+    assert world.touch(1, keys) == 1
+    world.write(0, keys, members=TWO, family_members=2)
+    assert world.touch(1, keys) == 9
+    world.check_content()
+
+
+def test_many_abandoned_halves_leave_in_short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails without the bound on what one tick lets leave: a dead engine's whole pool would stop everybody else."""
+    monkeypatch.setattr(space, "partial_families_max", 8)
+    world = World()
+    for name in range(5):
+        half_of(world, chain(name, 6))
+    world.sleep(IDLE_S)
+    left = []
+    while world.index:
+        world.tick()
+        left.append(len(world.evictions[-1][1]))
+    assert left == [8, 8, 8, 6]
+
+
+def test_a_run_that_must_stay_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if each of its halves is tried again: so many plans of so many families took most of a second."""
+    world = World(segments=[4 * MIB], config=CoreConfig(partial_grace_ns=0))
+    half = chain("half", 32)
+    half_of(world, half)
+    reserved(world.reserve(1, chain("behind", 1), members=TWO, family_members=2, parent=half[-1]))
+    plans = []
+    subtree = space.Space.subtree
+
+    def counted(self: space.Space, starts: dict[int, int], reason: ev.Reason) -> space.Plan:
+        plans.append(reason)
+        return subtree(self, starts, reason)
+
+    monkeypatch.setattr(space.Space, "subtree", counted)
+    refused(world.reserve(1, chain("large", 3), size=MIB))
+    assert plans.count(ev.Reason.PARTIAL) == 1
+    assert all(map(world.has, half))
 
 
 def test_optional_members_do_not_make_a_family_partial() -> None:

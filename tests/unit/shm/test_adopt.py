@@ -79,7 +79,8 @@ class Next:
             now[old_slot] = clients + old_slot
             old.attach_ghost(self.table, old_slot, now[old_slot], fd)
         sizes = numbers64(old.sizes())
-        placed = slots or (lambda size: (-(-size // 64) * 64, 1))
+        # As the daemon says it: what is larger than a segment has no slot.
+        placed = slots or (lambda size: (-(-size // 64) * 64, 1) if size <= FRAME else (0, 0))
         self.adopted = old.adopt(
             self.table, segments_kept=kept, slot_bytes=u64(*(placed(size)[0] for size in sizes)),
             slab_frames=u32(*(placed(size)[1] for size in sizes)), ghosts=now, frame_bytes=FRAME, namespaces_count=9,
