@@ -197,8 +197,8 @@ def draw_breakeven(plan: BreakEvenPlan, length: BreakEvenLength | None, path: Pa
         ylabel="time", title=f"Break-even against length: {verdict} at {units.format_bytes(plan.size_bytes)}"
     )
     axis.yaxis.set_major_formatter(lambda value, _: units.format_ns(round(value)).removeprefix("≈ "))
-    # Where the curves are not: they rise, and on the left may be the crossing.
-    axis.legend(loc="upper left" if length is None else "lower right", **LEGEND)
+    # Below: where curves cross, and how far apart they run, is different every time.
+    figure.legend(loc="outside lower center", ncols=3, **LEGEND)
     _save(figure, path)
 
 

@@ -102,7 +102,10 @@ def test_a_crossing_at_the_first_token_starts_the_axis(drawn: list[Any]) -> None
         assert all(x == int(x) for x in xs), "lengths are whole tokens: no steps"
     assert any("ms" in label for label in labels(axis.yaxis))
     assert "1,000" in labels(axis.xaxis)
-    assert "break-even: 1 token" in [text.get_text() for text in axis.get_legend().get_texts()]
+    (legend,) = drawn[0].legends
+    assert "break-even: 1 token" in [text.get_text() for text in legend.get_texts()]
+    below = legend.get_window_extent().y1 <= axis.get_window_extent().y0
+    assert below, "a legend within the axes hid the answer"
 
 
 @pytest.mark.slow
