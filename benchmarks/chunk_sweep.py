@@ -43,7 +43,6 @@ def main() -> int:
     capacity = max(sizes[-1], unique * block_tokens * options.capacity // 100) * bytes_per_token
     setup = SweepSetup(
         footprint=Footprint.by_hand(bytes_per_token), trace_block_tokens=block_tokens, capacity_bytes=capacity,
-        through_core=True,
     )  # fmt: skip
     core = sweep(requests, sizes, setup, core_factory(1))
     plain = sweep(requests, sizes, setup, ReferenceLru)

@@ -239,10 +239,10 @@ class ClientsConfig(_Section):
 class EvictionConfig(_Section):
     """What leaves when room is needed."""
 
-    policy: Literal["slru", "lru"] = "slru"
-    """slru keeps what was used twice from being washed out by scans"""
+    policy: Literal["slru", "lru", "value"] = "slru"
+    """slru: what was used twice is not washed out by scans; value: of the coldest, the least worth a byte goes first"""
     protected_share: Annotated[float, Field(gt=0, lt=1)] = 0.25
-    """slru: share of the bytes for runs that were used again"""
+    """slru, value: share of the bytes for runs that were used again"""
     pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.5
     """share of the pool that hard pins may take"""
 

@@ -350,6 +350,7 @@ def _buffers(layout: PagedLayout | StateLayout, tensors: Sequence[Any]) -> list[
             f"{len(tensors)} tensors for a layout of {len(kinds)}; register them in the order of its letters",
             code="paged", field="tensors",
         )  # fmt: skip
+    _check_apart(tensors)
     buffers: list[Any] = []
     for number, (tensor, size_bytes) in enumerate(zip(tensors, sizes, strict=True)):
         _verify(layout, tensor, kinds[number])
@@ -366,6 +367,22 @@ def _buffers(layout: PagedLayout | StateLayout, tensors: Sequence[Any]) -> list[
     return buffers
 
 
+def _check_apart(tensors: Sequence[Any]) -> None:
+    """Refuse memory that is given twice: what is scattered into one tensor would be lost to another."""
+    known: dict[object, int] = {}
+    for number, tensor in enumerate(tensors):
+        start: object = ("object", id(tensor))
+        if hasattr(tensor, "data_ptr"):
+            start = tensor.data_ptr()
+        elif hasattr(tensor, "__array_interface__"):
+            start = tensor.__array_interface__["data"][0]
+        if known.setdefault(start, number) != number:
+            raise CompatibilityError(
+                f"tensors {known[start]} and {number} are the same memory; register each tensor of the layout once",
+                code="paged", field="tensors",
+            )  # fmt: skip
+
+
 def _verify(layout: PagedLayout | StateLayout, tensor: Any, kind: int) -> None:
     """Compare a tensor that says what it is with its layout; `kind`: its plane, or which of its layer's states."""
     if hasattr(tensor, "data_ptr"):
@@ -374,6 +391,8 @@ def _verify(layout: PagedLayout | StateLayout, tensor: Any, kind: int) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
     elif hasattr(tensor, "__array_interface__"):
         strides, dtype = list(tensor.strides), str(tensor.dtype)
+        if dtype == "uint16" and layout.types(kind) == {"bfloat16"}:
+            dtype = "bfloat16"  # which numpy has no type of
     else:
         return  # plain bytes
     if isinstance(layout, StateLayout):

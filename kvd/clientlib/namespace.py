@@ -41,6 +41,7 @@ class Namespace:
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store = store
         self.manifest = manifest
+        self._geometry: str | None = None  # fingerprint of the first one used, where the manifest names none
         self._families: dict[tuple[str, int], Families] = {}
         self._recent: tuple[Geometry, Families] | None = None  # spares computing the fingerprint
         self._caches: dict[tuple[str, int, Rank], EngineCache] = {}
@@ -198,12 +199,16 @@ class Namespace:
         return found
 
     def _check_geometry(self, geom: Geometry) -> None:
-        named = self.manifest.extra.get("geometry")
-        if named is not None and named != geom.fingerprint:
+        """One namespace has one geometry: that of its manifest, or else the first that is used here."""
+        named = self.manifest.extra.get("geometry", self._geometry)
+        if named is None:
+            self._geometry = geom.fingerprint
+        elif named != geom.fingerprint:
+            by = "the manifest names" if "geometry" in self.manifest.extra else "this namespace is used with"
             raise CompatibilityError(
-                f"the manifest names geometry {named}, this one is {geom.fingerprint}: another geometry is another "
-                "namespace",
-                code="geometry", manifest=str(named), given=geom.fingerprint,
+                f"{by} geometry {named}, this one is {geom.fingerprint}: another geometry is another namespace; name "
+                'it in the manifest with extra={"geometry": geom.fingerprint}',
+                code="geometry", known=str(named), given=geom.fingerprint,
             )  # fmt: skip
 
     def register(
@@ -232,6 +237,8 @@ class Namespace:
         arguments.length("tensors", tensors, "give a list of tensors, in the order of the layout's letters")
         if split is not None:
             arguments.instance("split", split, Split, "give a kvd.Split")
+        elif rank is not None:
+            raise arguments.refusal("rank", rank, "give split= too: a rank is one of a split's", "split")
         self._check_geometry(geom)
         number = group_number(geom, group)
         key = (name, number, rank_of(rank) or Rank())

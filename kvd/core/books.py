@@ -34,7 +34,7 @@ Flow: TypeAlias = Generator[Ask, Answer, R]
 class CoreConfig:
     """What an operator may choose about the core. ConfigError names what is out of range."""
 
-    policy: str = "slru"  # slru | lru
+    policy: str = "slru"  # slru | lru | value
     protected_share: float = 0.25  # slru: of the pool's bytes
     evict_batch_families: int = 64  # leave together, if so many are wanted or less than 1/128 of all
     hard_pin_share: float = 0.5  # of the pool's bytes
@@ -92,7 +92,9 @@ class Books:
         self.slots = Slots(segment_bytes)
         self.records = Numbers(0, records_max)
         self.forest = Forest(families_max)
-        self.forest.policy = policy.make(config.policy, config.protected_share, self.forest.run_bytes)
+        self.forest.policy = policy.make(
+            config.policy, config.protected_share, self.forest.run_bytes, self.forest.members
+        )
         self.forest.pins = Pins(self.forest)
         self.reservations = Reservations()
         self.shapes = Shapes(self.slots)

@@ -16,11 +16,13 @@ something protects.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Final, Protocol
 
 from kvd.core.columns import grow
 from kvd.errors import ConfigError
+from kvd.plan.value import value_per_byte
 
 PROBATION: Final = 0
 PROTECTED: Final = 1
@@ -28,6 +30,11 @@ SOFT: Final = 2
 HARD: Final = 3
 lists_count: Final = 4
 list_names: Final = ("probation", "protected", "soft", "hard")
+policy_names: Final = ("slru", "lru", "value")
+
+value_window_runs: Final = 64  # so many of the coldest are weighed against each other
+reuses_unseen: Final = 0.25  # expected of a run that nobody asked for yet: most are asked for never
+reuses_counted_max: Final = 65_535
 
 
 class Policy(Protocol):
@@ -206,9 +213,65 @@ class Slru(Lru):
         while self.list_bytes[PROTECTED] > limit and sizes is not None:
             coldest = self.warmer[PROTECTED]
             self._move(coldest, sizes[coldest], PROBATION)
+            self._fell_back(coldest)
+
+    def _fell_back(self, run: int) -> None:
+        """The run is in PROBATION again."""
 
 
-def make(name: str, protected_share: float, bytes_of_run: array[int]) -> Policy:
+class Value(Slru):
+    """As Slru, but of so many coldest runs of a list the one whose bytes win least leaves first.
+
+    A heuristic (`kvd.plan.value`). What a run wins is `expected reuses x chunks`: a chunk is taken to cost the same
+    compute whatever its model, since the core knows no times; so a model whose chunks are small is worth more by the
+    byte. Reuses to come are guessed from those that were, which count half each time the run falls back.
+    """
+
+    def __init__(self, protected_share: float, capacity_bytes: int = 0) -> None:
+        super().__init__(protected_share, capacity_bytes)
+        self.reuses_of: array[int] = array("H", bytes(2 * lists_count))
+        self._members_of: Sequence[Sequence[int]] = ()
+
+    def members_are(self, members_of_run: Sequence[Sequence[int]]) -> None:
+        """Where to read the families of a run (the forest's own column)."""
+        self._members_of = members_of_run
+
+    def added(self, run: int, size_bytes: int) -> None:
+        super().added(run, size_bytes)
+        if run >= len(self.reuses_of):
+            grow(self.reuses_of, run + 1, 0)
+        self.reuses_of[run] = 0
+
+    def restored(self, runs_count: int, size_bytes: int) -> None:
+        super().restored(runs_count, size_bytes)
+        grow(self.reuses_of, lists_count + runs_count, 0)
+
+    def split(self, run: int, head: int, head_bytes: int) -> None:
+        super().split(run, head, head_bytes)
+        self.reuses_of[head] = self.reuses_of[run]
+
+    def reused(self, run: int, size_bytes: int) -> None:
+        self.reuses_of[run] = min(self.reuses_of[run] + 1, reuses_counted_max)
+        super().reused(run, size_bytes)
+
+    def _fell_back(self, run: int) -> None:
+        self.reuses_of[run] //= 2
+
+    def victims(self) -> Iterator[int]:
+        for head in (PROBATION, PROTECTED, SOFT):
+            colder_first = self.runs(head)
+            while window := list(islice(colder_first, value_window_runs)):
+                yield from sorted(window, key=self._value)  # stable: of equals the coldest
+
+    def _value(self, run: int) -> float:
+        assert self._size_of is not None
+        size_bytes, chunks = self._size_of[run], len(self._members_of[run])
+        return value_per_byte(max(size_bytes, 1), self.reuses_of[run] + reuses_unseen, chunks)
+
+
+def make(
+    name: str, protected_share: float, bytes_of_run: array[int], members_of_run: Sequence[Sequence[int]]
+) -> Policy:
     """The policy of this name; ConfigError if there is none."""
     match name:
         case "lru":
@@ -217,4 +280,11 @@ def make(name: str, protected_share: float, bytes_of_run: array[int]) -> Policy:
             slru = Slru(protected_share)
             slru.sizes_are(bytes_of_run)
             return slru
-    raise ConfigError(f"policy '{name}' is not known: use slru or lru", code="policy", policy=name)
+        case "value":
+            value = Value(protected_share)
+            value.sizes_are(bytes_of_run)
+            value.members_are(members_of_run)
+            return value
+    raise ConfigError(
+        f"policy '{name}' is not known: use {', '.join(policy_names)}", code="policy", policy=name
+    )

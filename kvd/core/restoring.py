@@ -111,7 +111,7 @@ def _members(books: Books, members: array[int], sizes: array[int]) -> None:
     rows = [empty] * RUNS_FROM
     rows.extend([members[begin:stop] for begin, stop in pairwise(ends)])
     rows.extend([empty] * (len(forest.parent) - end))
-    forest.members = rows
+    forest.members[:] = rows  # in place: the policy reads it too
     if ends[-1] != len(members):
         raise InvariantError(f"runs of {ends[-1]} families, {len(members)} are named", code="restore")
     totals = forest.namespaces

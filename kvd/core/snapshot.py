@@ -27,7 +27,7 @@ from kvd.core.frames import Frames
 from kvd.core.journal import Ghosts, Journal, RequestRecord
 from kvd.core.orphans import Orphans
 from kvd.core.pins import Pins
-from kvd.core.policy import Lru, Slru
+from kvd.core.policy import Lru, Slru, Value
 from kvd.core.reservations import Pending, Reservation, Reservations, Shape, Shapes
 from kvd.core.slots import SizeClass, Slab, Slots
 from kvd.errors import InvariantError, ProtocolError
@@ -38,6 +38,7 @@ CLASSES: Final[dict[str, type]] = {
     for one in (
         Books, ClientBook, CoreConfig, Forest, Frames, Ghosts, Journal, Lru, Member, Numbers, Orphans, Pending, PinKind,
         Pins, Reason, RequestRecord, Reservation, Reservations, Shape, Shapes, SizeClass, Slab, Slots, Slru, Touch,
+        Value,
     )
 }  # fmt: skip
 PASSING: Final = frozenset({"effects"})  # of the step that is going on

@@ -108,27 +108,21 @@ def capacity(
 
 def _own_metadata_bytes(path: Path) -> int:
     """`metadata_bytes_per_object` of a benchmark run, in which every family has one member."""
-    found = _read_json(path, "--bench")
+    allowed = "the output of `kvctl bench local --json`"
+    plain_file(path, "--bench", BENCH_BYTES_MAX, allowed)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"--bench = {path}: {error.strerror}; allowed: {allowed}", code="file") from None
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--bench = {path} is not JSON: {error}; allowed: {allowed}", code="file") from None
     value = found.get("metadata_bytes_per_object") if isinstance(found, dict) else None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
         raise UsageError(
-            f"--bench = {path}: metadata_bytes_per_object = {value!r}; allowed: the output of "
-            f"`kvctl bench local --json`, with a number of bytes there",
+            f"--bench = {path}: metadata_bytes_per_object = {value!r}; allowed: {allowed}, with bytes there",
             code="file",
-        )  # fmt: skip
+        )
     return units.ceil_div(Fraction(value), 1)
-
-
-def _read_json(path: Path, option: str) -> object:
-    plain_file(path, option, BENCH_BYTES_MAX, "the output of `kvctl bench local --json`")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(
-            f"{option} = {path}: {error.strerror}; allowed: a readable file", code="file"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{option} = {path} is not JSON: {error}", code="file") from None
 
 
 @guarded
@@ -155,8 +149,9 @@ def network(
 ) -> None:
     """How many links do the reads and writes of the cache need at the least?"""
     plots = plots_for(plot)
-    if store_bytes is not None and store_rate is None:
-        raise contradiction(f"--store-bytes = {store_bytes} without --store-rate: nothing is stored", "both")
+    for option, value in (("--store-bytes", store_bytes), ("--replicas", replicas if replicas > 1 else None)):
+        if value is not None and store_rate is None:
+            raise contradiction(f"{option} = {value} without --store-rate: nothing is stored", "both")
     plan = NetworkPlan(
         requests_per_s=units.parse_rate(rate, "--rate"),
         hit_share=units.parse_share(hit, "--hit"),
@@ -192,17 +187,10 @@ def _in_flight(plan: NetworkPlan, latency_ns: int) -> InFlightPlan | OverloadedP
     """Loads in flight; the capacity is where the busiest direction would be full."""
     arrivals = Fraction(plan.requests_per_s) * plan.hit_share
     used = plan.utilisation_share
+    capacity_per_s = arrivals / used if arrivals and used else None
     hits = f"{units.format_rate(plan.requests_per_s)} × {units.format_share(plan.hit_share)} hits"
-    if not arrivals or not used:
-        return InFlightPlan(
-            arrivals_per_s=arrivals,
-            time_in_system_ns=latency_ns,
-            capacity_per_s=None,
-            bytes_each=plan.bytes_per_hit,
-        )
-    capacity_per_s = arrivals / used
     how = f"{hits} ÷ {units.format_share(used)} load of the busiest direction"
-    if arrivals >= capacity_per_s:
+    if capacity_per_s is not None and arrivals >= capacity_per_s:
         return OverloadedPlan(arrivals_per_s=arrivals, capacity_per_s=capacity_per_s, capacity_from=how)
     return InFlightPlan(
         arrivals_per_s=arrivals,

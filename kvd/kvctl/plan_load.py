@@ -5,6 +5,7 @@ Called by `kvd.kvctl.plan`, in the calling thread. Only `breakeven --measure` to
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ import typer
 
 from kvd import limits
 from kvd.errors import KvdError, UsageError
+from kvd.kvctl.output import console
 from kvd.kvctl.plan_options import (
     ConfigOption,
     DtypeOption,
@@ -26,9 +28,8 @@ from kvd.kvctl.plan_options import (
     report,
     whole,
 )
-from kvd.kvctl.plan_tables import console
 from kvd.plan import units
-from kvd.plan.breakeven import NS_PER_S, LoadCost, transfer_ns
+from kvd.plan.breakeven import LoadCost, transfer_ns
 from kvd.plan.breakeven_ledger import BreakEvenLength, BreakEvenPlan, PrefillFit
 from kvd.plan.footprint import Footprint, PrefixRead
 from kvd.plan.ledger import Ledger
@@ -89,6 +90,11 @@ def breakeven(
             "the rate of the load is not known; allowed: --bandwidth RATE, like 20GiB/s, or --measure",
             code="missing",
         )
+    if measured and None not in (bandwidth, lookup, h2d):
+        raise contradiction(
+            "--measure with --bandwidth, --lookup and --h2d: nothing is left to measure",
+            "without one of them",
+        )
     if socket is not None and not measured:
         raise contradiction(f"--socket = {socket} without --measure: no daemon is asked", "both")
     footprint = None
@@ -106,10 +112,13 @@ def breakeven(
     size_bytes = _load_bytes(size, read)
     saved_ns = _saved_ns(prefill_saved, fit, prefix_tokens)
     rates = _measure(socket) if measured else None
+    times = {
+        "lookup": lookup, "h2d": h2d, "sync": sync, "queue_reuse": queue_reuse, "queue_cold": queue_cold
+    }  # fmt: skip
     plan = BreakEvenPlan(
         size_bytes=size_bytes,
         read=read,
-        **_costs(rates, size_bytes, read, (bandwidth, lookup, h2d, sync, queue_reuse, queue_cold)),
+        **_costs(rates, size_bytes, read, bandwidth, times),
         prefill_saved_ns=saved_ns,
         hidden_ns=units.parse_duration_ns(hidden, "--hidden"),
         prefill=None if fit is None or prefill_saved is not None else fit.cost,
@@ -190,43 +199,40 @@ def _measure(socket: str | None) -> Measured:
 
 
 def _costs(
-    rates: Measured | None, size_bytes: int, read: PrefixRead | None, given: tuple[str | None, ...]
+    rates: Measured | None,
+    size_bytes: int,
+    read: PrefixRead | None,
+    bandwidth: str | None,
+    times: Mapping[str, str | None],
 ) -> dict[str, Any]:
     """Costs of a load: what was given, else what was measured, else 0; and which of these it was."""
-    bandwidth, lookup, h2d, sync, queue_reuse, queue_cold = given
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {
+        f"{name}_ns": units.parse_duration_ns(text, f"--{name.replace('_', '-')}")
+        for name, text in times.items()
+        if text is not None
+    }
     measured, notes = [], []
     if bandwidth is not None:
         found["bandwidth_bytes_per_s"] = units.parse_bandwidth(bandwidth, "--bandwidth")
     elif rates is not None:
         found["bandwidth_bytes_per_s"] = Fraction(rates.load_bytes_per_s)
         measured.append("bandwidth")
-    if rates is not None and lookup is None:
-        chunks = rates.chunks if read is None or read.chunk_tokens == 1 else read.tokens // read.chunk_tokens
-        found["lookup_ns"] = units.ceil_div(rates.lookup_ns * chunks, rates.chunks)
+    if rates is not None and "lookup_ns" not in found:
         measured.append("lookup")
-        each = units.counted(rates.chunks, "chunk")
-        notes.append(
-            f"the lookup measured is of {each}, taken as it is (--chunk-tokens and --prefix-tokens say how many)"
-            if chunks == rates.chunks and (read is None or read.chunk_tokens == 1)
-            else f"lookup and lease of {each} took {units.format_ns(rates.lookup_ns)}; these are "
-            f"{units.counted(chunks, 'chunk')}, in proportion"
-        )
-    if rates is not None and h2d is None:
+        chunks, each = rates.chunks, units.counted(rates.chunks, "chunk")
+        note = f"the lookup measured is of {each}, taken as it is (--chunk-tokens and --prefix-tokens say how many)"
+        if read is not None and read.chunk_tokens > 1:
+            chunks = read.tokens // read.chunk_tokens
+            note = f"lookup and lease of {each} took {units.format_ns(rates.lookup_ns)}; these are "
+            note += f"{units.counted(chunks, 'chunk')}, in proportion"
+        found["lookup_ns"] = units.ceil_div(rates.lookup_ns * chunks, rates.chunks)
+        notes.append(note)
+    if rates is not None and "h2d_ns" not in found:
         found["h2d_ns"] = transfer_ns(size_bytes, rates.copy_bytes_per_s)
         measured.append("copy")
-    for name, option, text in (
-        ("lookup_ns", "--lookup", lookup),
-        ("h2d_ns", "--h2d", h2d),
-        ("sync_ns", "--sync", sync),
-        ("queue_reuse_ns", "--queue-reuse", queue_reuse),
-        ("queue_cold_ns", "--queue-cold", queue_cold),
-    ):
-        if text is not None:
-            found[name] = units.parse_duration_ns(text, option)
     parts = {"lookup_ns": "lookup", "h2d_ns": "copy to GPU", "sync_ns": "sync"}
     missing = [said for name, said in parts.items() if name not in found]
-    if queue_reuse is None and queue_cold is None:
+    if not {"queue_reuse_ns", "queue_cold_ns"} & found.keys():
         missing.append("queue waits")
     return {
         **dict.fromkeys(parts, 0), **found,
@@ -266,7 +272,7 @@ def _load_bytes(size: str | None, read: PrefixRead | None) -> int:
 
 def _length(plan: BreakEvenPlan, fit: PrefillFit, footprint: Footprint, chunk_tokens: int) -> BreakEvenLength:
     """The question at other lengths: the costs of the one load as rates."""
-    copy = None if plan.h2d_ns == 0 else plan.size_bytes * NS_PER_S // plan.h2d_ns
+    copy = None if plan.h2d_ns == 0 else plan.size_bytes * units.NS_PER_S // plan.h2d_ns
     for option, bytes_per_s in (("--bandwidth", plan.bandwidth_bytes_per_s), ("--h2d", copy)):
         if bytes_per_s is not None and bytes_per_s < 1:
             raise UsageError(

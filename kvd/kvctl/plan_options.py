@@ -8,7 +8,6 @@ was computed ends with exit code 0, whatever it says.
 from __future__ import annotations
 
 import json
-import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -36,24 +35,6 @@ EPILOG: Final = (
 SHARDS_MAX: Final = 4096
 DTYPE_DEFAULT: Final = "bfloat16"
 METADATA_DEFAULT: Final = f"{metadata_per_object_bytes_assumed}B"
-
-# How the fields of the plans are called on the command line.
-_OPTION_OF: Final = {
-    "prefixes": "--prefixes", "prefix tokens": "--prefix-tokens", "shared tokens": "--shared-tokens",
-    "chunk tokens": "--chunk-tokens", "snapshots": "--snapshots", "bytes per token": "--bytes-per-token",
-    "hosts": "--hosts", "replicas": "--replicas", "spare hosts": "--spare-hosts", "memory of a host": "--dram",
-    "usable share": "--usable", "members of a chunk": "--tp × --groups", "metadata per object": "--metadata",
-    "request rate": "--rate", "hit share": "--hit", "bytes of a hit": "--bytes", "link": "--link", "links": "--links",
-    "efficiency": "--efficiency", "store rate": "--store-rate", "bytes of a store": "--store-bytes",
-    "local share": "--local", "hot share": "--hot", "bandwidth": "--bandwidth", "load rate": "--bandwidth",
-    "hidden": "--hidden", "bytes": "--bytes", "sampled tokens": "--prefill-sample, tokens",
-    "sampled time": "--prefill-sample, time", "ITL limit": "--itl-limit", "session margin": "--session-margin",
-    "chunk sizes": "number of --chunk-tokens", "capacity": "--capacity", "time in the system": "--latency",
-    "block of the trace, in tokens": "--trace-block", "block of the engine, in tokens": "--engine-block",
-}  # fmt: skip
-_FIELD: Final = re.compile(
-    r"(?<![\w-])(" + "|".join(map(re.escape, sorted(_OPTION_OF, key=len, reverse=True))) + r") = "
-)
 
 
 def parse_whole(text: str | int) -> int:
@@ -133,29 +114,19 @@ def _tell(error: UsageError, *, as_json: bool) -> None:
 
 
 def guarded(command: Callable[P, None]) -> Callable[P, None]:
-    """Turn a UsageError into its message, in the words of the command line, and exit code 2; with --json into JSON."""
+    """Turn a UsageError into its message and exit code 2; with --json into JSON."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
         except UsageError as error:
-            _tell(_in_options(error), as_json=bool(kwargs.get("as_json")))
+            _tell(error, as_json=bool(kwargs.get("as_json")))
             raise typer.Exit(2) from None
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__wrapped__ = command  # type: ignore[attr-defined]
     run.__annotations__ = command.__annotations__
     return run
-
-
-def _in_options(error: UsageError) -> UsageError:
-    """The same error with fields named as options."""
-    said = UsageError(_FIELD.sub(lambda found: f"{_OPTION_OF[found[1]]} = ", error.message))
-    field = error.fields.get("field")
-    said.code, said.fields = error.code, dict(error.fields)
-    if isinstance(field, str):
-        said.fields["field"] = _OPTION_OF.get(field, field)
-    return said
 
 
 def report(

@@ -28,10 +28,8 @@ LEGEND: dict[str, Any] = {"framealpha": 1.0, "edgecolor": "none", "facecolor": "
 HEADROOM = 1.1  # of an axis above its highest point
 HOST_CHARS_MAX = 56
 GRID_POINTS = 200
+FIGURE_HEIGHT_MAX = 60  # inches
 DECADES_MIN = 20  # a logarithmic scale needs more between its ends, or it has no ticks
-
-BYTE_SCALES = (("TiB", units.TIB), ("GiB", units.GIB), ("MiB", units.MIB), ("KiB", units.KIB), ("B", 1))
-TIME_SCALES = (("s", 10**9), ("ms", 10**6), ("us", 10**3), ("ns", 1))
 
 
 def _figure(columns: int = 1) -> tuple[Any, list[Any]]:
@@ -41,8 +39,7 @@ def _figure(columns: int = 1) -> tuple[Any, list[Any]]:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError(
-            "--plot needs matplotlib, which is not installed; allowed: pip install 'kvd[plot]' (in a checkout: "
-            "pip install '.[plot]')",
+            "--plot needs matplotlib, which is not installed; allowed: pip install matplotlib",
             code="missing",
         ) from None
     figure = Figure(figsize=(7.0 * columns, 4.6), dpi=120, layout="constrained")
@@ -65,11 +62,6 @@ def _save(figure: Any, path: Path) -> None:
         ) from None
 
 
-def _scale(largest: float, scales: Sequence[tuple[str, int]]) -> tuple[str, int]:
-    """The unit of an axis: the largest that its highest value does not fall below."""
-    return next((scale for scale in scales if largest >= scale[1]), scales[-1])
-
-
 def _plain(value: float, _: int | None = None) -> str:
     return f"{value:,.10g}"
 
@@ -88,7 +80,9 @@ def draw_capacity(room: CapacityPlan, count: ObjectsPlan, path: Path) -> None:
     """Usable memory against hosts with the demand; objects and metadata against chunk size."""
     figure, (left, right) = _figure(2)
     last = max(room.hosts_count, room.hosts_spare_min) * 5 // 4 + 1
-    unit, factor = _scale(max(float(last * room.usable_per_host_bytes), room.demand_bytes), BYTE_SCALES)
+    unit, factor = units.scale_of(
+        max(float(last * room.usable_per_host_bytes), room.demand_bytes), units.SHOWN_BYTES
+    )
 
     def said(value: units.Number) -> str:
         return f"{units.format_number(Fraction(value) / factor)} {unit}"
@@ -131,12 +125,12 @@ def _draw_objects(axis: Any, count: ObjectsPlan) -> None:
     _token_ticks(axis, list(found))
     axis.set(xlabel="tokens of a chunk", ylabel="objects", title="Objects and metadata against chunk size")
     # One curve, two scales: metadata is objects × a constant, so a second curve would only repeat the first.
-    unit, factor = _scale(count.metadata_bytes, BYTE_SCALES)
+    unit, factor = units.scale_of(count.metadata_bytes, units.SHOWN_BYTES)
     each = max(count.metadata_per_object_bytes, 1) / factor
     second = axis.secondary_yaxis("right", functions=(lambda n: n * each, lambda m: m / each))
     second.yaxis.set_major_formatter(_plain)
     second.set_ylabel(f"metadata, {unit} ({count.metadata_per_object_bytes} B an object)")
-    axis.legend(loc="upper right", **LEGEND)
+    axis.legend(loc="best", **LEGEND)
 
 
 def _token_ticks(axis: Any, sizes: list[int]) -> None:
@@ -150,7 +144,7 @@ def draw_network(plan: NetworkPlan, path: Path) -> None:
     figure, (axis,) = _figure()
     matrix = plan.matrix
     most = max(plan.links_per_node_min, plan.links_count or 0, 1)
-    unit, factor = _scale(float(most * plan.link_effective_bytes_per_s), BYTE_SCALES)
+    unit, factor = units.scale_of(float(most * plan.link_effective_bytes_per_s), units.SHOWN_BYTES)
     effective = float(plan.link_effective_bytes_per_s / factor)
     if plan.hosts_count is None:
         names = ["reads\n(cache → engines)", "writes\n(engines → cache)"]
@@ -168,9 +162,11 @@ def draw_network(plan: NetworkPlan, path: Path) -> None:
             label, (bar.get_x() + bar.get_width() / 2, bar.get_height() / 2 if inside else top * 0.04),
             ha="center", va="center", color="white" if inside else colour, fontweight="bold", zorder=3,
         )  # fmt: skip
-    every = max(1, most // 12)
-    for links in sorted({*range(every, most + every, every), plan.links_per_node_min} - {0}):
-        needed = links == plan.links_per_node_min
+    every, least = max(1, most // 12), plan.links_per_node_min
+    for links in sorted({*range(every, most + every, every), least} - {0}):
+        needed = links == least
+        if not needed and 2 * abs(links - least) < every:
+            continue  # its number would lie on that of the fewest
         axis.axhline(links * effective, color=ORANGE if needed else GREY, linestyle="-" if needed else ":",
                      linewidth=1.4 if needed else 0.8, zorder=1)  # fmt: skip
         axis.text(1.62, links * effective, units.counted(links, "link"), va="center", ha="left",
@@ -201,9 +197,8 @@ def draw_breakeven(plan: BreakEvenPlan, length: BreakEvenLength | None, path: Pa
         ylabel="time", title=f"Break-even against length: {verdict} at {units.format_bytes(plan.size_bytes)}"
     )
     axis.yaxis.set_major_formatter(lambda value, _: units.format_ns(round(value)).removeprefix("≈ "))
-    axis.yaxis.set_minor_formatter(lambda value, _: "")
-    # Where the curves are not: they rise, and on the left may be the crossing.
-    axis.legend(loc="upper left" if length is None else "lower right", **LEGEND)
+    # Below: where curves cross, and how far apart they run, is different every time.
+    figure.legend(loc="outside lower center", ncols=3, **LEGEND)
     _save(figure, path)
 
 
@@ -214,7 +209,7 @@ def _draw_size(axis: Any, plan: BreakEvenPlan) -> float:
     """
     read = plan.read
     if read is None:
-        unit, factor = _scale(plan.size_bytes, BYTE_SCALES)
+        unit, factor = units.scale_of(plan.size_bytes, units.SHOWN_BYTES)
         here, label = plan.size_bytes / factor, f"{unit} of the prefix"
         grid: list[float] = [0, 2 * here]
         sizes = [0, 2 * plan.size_bytes]
@@ -256,7 +251,10 @@ def _draw_lengths(axis: Any, plan: BreakEvenPlan, length: BreakEvenLength) -> No
     # A crossing at the first length would otherwise lie on the frame.
     axis.set(xlabel="tokens of the prefix", xscale="log", yscale="log", xlim=(tokens[0] / 1.15, tokens[-1]))
     axis.xaxis.set_major_formatter(_plain)
-    axis.xaxis.set_minor_formatter(lambda value, _: "")
+    for one, (low, high) in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
+        if high < 200 * low:  # powers of ten alone may be one number, or none
+            one.get_major_locator().set_params(subs=(1, 2, 5))
+        one.set_minor_formatter(lambda value, _: "")
 
 
 def draw_route(plan: RoutePlan, path: Path) -> None:
@@ -264,8 +262,9 @@ def draw_route(plan: RoutePlan, path: Path) -> None:
     figure, (axis,) = _figure()
     chosen = plan.chosen
     hosts = list(reversed(plan.candidates))
+    figure.set_figheight(min(max(4.6, 1.4 + 0.5 * len(hosts)), FIGURE_HEIGHT_MAX))
     rows = range(len(hosts))
-    unit, factor = _scale(max(host.total_ns for host in hosts), TIME_SCALES)
+    unit, factor = units.scale_of(max(host.total_ns for host in hosts), units.SHOWN_NS)
     start = [0.0 for _ in hosts]
     parts = (("queue", "queue_ns", GREY), ("lookup and load", "lookup_load_ns", ORANGE),
              ("uncached prefill", "prefill_ns", BLUE), ("handoff", "handoff_ns", PINK))  # fmt: skip
@@ -311,7 +310,7 @@ def draw_chunk(found: ChunkSweep, path: Path) -> None:
     _counts(right, [*objects, 1] if not all(objects) else objects)
     right.set(ylabel="objects", title="What that costs")
     other = right.twinx()
-    unit, factor = _scale(max(row.load_p99_ns for row in found.rows), TIME_SCALES)
+    unit, factor = units.scale_of(max(row.load_p99_ns for row in found.rows), units.SHOWN_NS)
     loads = [row.load_p99_ns / factor for row in found.rows]
     other.plot(sizes, loads, "s--", color=ORANGE, label=f"P99 of a load, {unit}")
     other.set(ylabel=unit, ylim=(0, max(loads) * HEADROOM or 1))

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from kvd import limits
+from kvd.core.policy import policy_names
 from kvd.errors import UsageError
 from kvd.kvctl.plan_options import (
     METADATA_DEFAULT,
@@ -32,10 +33,11 @@ from kvd.kvctl.plan_options import (
     report,
     whole,
 )
-from kvd.kvctl.plan_tables import print_rows, row_dict
+from kvd.kvctl.plan_tables import print_rows
 from kvd.kvctl.plan_trace import read_trace
 from kvd.plan import units
 from kvd.plan.chunk import CacheFactory, ReferenceLru, SweepCosts, SweepSetup, sweep
+from kvd.plan.ledger import inputs, plain
 
 SIZES_DEFAULT = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -72,15 +74,19 @@ def chunk(
     cache: Annotated[
         str, typer.Option(help="core: kvd's own decisions and CPU time; lru: the plain reference.")
     ] = "core",
-    policy: Annotated[str | None, typer.Option(help="With --cache core: slru or lru. Default: slru.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="With --cache core: slru, lru or value. Default: slru.")
+    ] = None,
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
     """Replay a recorded trace at several chunk sizes: objects, metadata, usable prefix, load times."""
     plots = plots_for(plot)
     footprint = model(config, bytes_per_token, dtype, tp=tp, pp=pp, groups=groups)
-    for group in geometry_of(config, dtype).groups if config is not None else ():
-        group.check_block(units.check_int("--engine-block", engine_block, 1, units.plan_count_max))
+    units.check_int("--engine-block", engine_block, 1, units.plan_count_max)
+    if config is not None:
+        for group in geometry_of(config, dtype).groups:
+            group.check_block(engine_block)
     factory = _factory(cache, policy, publish_time, footprint.chunk_members_count)
     setup = SweepSetup(
         footprint=footprint,
@@ -88,7 +94,6 @@ def chunk(
         engine_block_tokens=engine_block,
         capacity_bytes=None if capacity is None else units.parse_bytes(capacity, "--capacity"),
         metadata_per_object_bytes=units.parse_bytes(metadata, "--metadata"),
-        through_core=cache == "core",
         costs=SweepCosts(
             match_per_chunk_ns=units.parse_duration_ns(match_time, "--match-time"),
             lease_per_chunk_ns=units.parse_duration_ns(lease_time, "--lease-time"),
@@ -111,14 +116,15 @@ def chunk(
         plots.draw_chunk(found, plot)
     if not as_json:
         print_rows(found)
-    report("chunk", {"Chunk size": found}, as_json, {"rows": [row_dict(row) for row in found.rows]})
+    rows = [{**inputs(row), "usable_share": plain(row.usable_share)} for row in found.rows]
+    report("chunk", {"Chunk size": found}, as_json, {"rows": rows})
 
 
 def _factory(cache: str, policy: str | None, publish_time: str | None, members: int) -> CacheFactory:
     """What the trace is replayed through. Raises UsageError(cache, contradiction)."""
     for option, value, allowed in (
         ("--cache", cache, ("core", "lru")),
-        ("--policy", policy or "slru", ("slru", "lru")),
+        ("--policy", policy or "slru", policy_names),
     ):
         if value not in allowed:
             raise UsageError(

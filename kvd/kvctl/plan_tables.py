@@ -6,23 +6,18 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from kvd.kvctl.output import console
 from kvd.plan import units
 from kvd.plan.chunk import ChunkRow, ChunkSweep
-from kvd.plan.ledger import Ledger, plain
+from kvd.plan.ledger import Ledger
 from kvd.plan.network import NetworkPlan
 
 matrix_shown_nodes_max = 7  # what fits 80 columns, the last node among them
 
 
 _GAP = "…"
-
-
-def console() -> Console:
-    """Standard output."""
-    return Console(highlight=False)
 
 
 def print_ledger(title: str, ledger: Ledger) -> None:
@@ -101,9 +96,3 @@ def print_rows(found: ChunkSweep) -> None:
         f"read ÷ the {span} of the trace. P50, P99: time of one load, over the {over} requests that load something.\n",
         markup=False,
     )
-
-
-def row_dict(row: ChunkRow) -> dict[str, object]:
-    """All fields of a row, and its usable share."""
-    names = row.__dataclass_fields__
-    return {**{name: plain(getattr(row, name)) for name in names}, "usable_share": plain(row.usable_share)}

@@ -30,7 +30,7 @@ def read_trace(path: Path, requests_max: int, block_tokens: int | None = None) -
                     return
                 where = f"--trace {path}, line {number}"
                 request = _trace_request(line, where)
-                if block_tokens is not None and block_tokens > 0:
+                if block_tokens is not None:
                     _check_blocks(request, block_tokens, where)
                 yield request
     except OSError as error:

@@ -1,7 +1,7 @@
 """KV geometry: what one token, one chunk and one state snapshot of a model weigh, and which layers belong
 together.
 
-Pure. Owns planes, groups and the sizes that follow. Built by hand here, from a `config.json` in `hf.py`; cut
+Pure. Owns planes, groups and the sizes that follow. Built by hand here, from a `config.json` in `hf/`; cut
 into objects in `shards.py`. Query heads never enter: only what is kept is counted.
 
     geometry  = groups, in the order full, window, chunked, state
@@ -363,8 +363,10 @@ class Geometry:
         conv_dtype: str = "",
         conv_columns_less: int = 0,
     ) -> Geometry:
-        """Read a Hugging Face config: a mapping, its JSON text, or the path of a config.json
-        (`kvd.layout.hf`).
+        """Read a Hugging Face config: a mapping, its JSON text, or the path of a config.json (`kvd.layout.hf`).
+
+        `dtype` is what K (and V, without `v_dtype`) is kept in. States are kept as the architecture's own code does, in
+        the model's type where K is quantised, unless `state_dtype` and `conv_dtype` say otherwise.
         """
         from kvd.layout import hf
 

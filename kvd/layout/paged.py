@@ -275,6 +275,13 @@ class PagedLayout:
                 shape.append(extents[axis])
         return tuple(shape)
 
+    def types(self, plane: int = 0) -> set[str]:
+        """Element types that lie in a tensor; `plane`: which one, where each has tensors of its own."""
+        return {described.dtype for described in self._planes_in(plane)}
+
+    def _planes_in(self, plane: int) -> list[Plane]:
+        return [self.planes[plane]] if "P" in self.separate_axes else list(self.planes)
+
     def verify(
         self, shape: Sequence[int], strides_bytes: Sequence[int], dtype: str, *, plane: int = 0
     ) -> None:
@@ -284,7 +291,7 @@ class PagedLayout:
         types in one tensor, or of types smaller than a byte, can only be verified so.
         """
         wanted = self.shape(plane)
-        planes = [self.planes[plane]] if "P" in self.separate_axes else list(self.planes)
+        planes = self._planes_in(plane)
         if dtype == "uint8" and any(described.dtype != "uint8" for described in planes):
             row = self._row_bytes() if len(planes) > 1 and self.order.endswith("C") else planes[0].row_bytes
             wanted = (*wanted[:-1], row)

@@ -107,6 +107,10 @@ class StateLayout:
         """Bytes of one slot of a tensor (0-based within a layer)."""
         return sum(plane.size_bytes for plane in self.planes if plane.name in self.tensors[tensor])
 
+    def types(self, tensor: int) -> set[str]:
+        """Element types that lie in a tensor (0-based within a layer)."""
+        return {plane.dtype for plane in self.planes if plane.name in self.tensors[tensor]}
+
     def verify(
         self, shape: Sequence[int], strides_bytes: Sequence[int], dtype: str, *, tensor: int = 0
     ) -> None:
@@ -115,7 +119,7 @@ class StateLayout:
         `tensor` is its number within a layer, `dtype` as torch names it. A tensor of raw bytes ("uint8") may hold any
         planes; planes of different types in one tensor can only be verified so. Raises CompatibilityError(paged).
         """
-        kinds = {plane.dtype for plane in self.planes if plane.name in self.tensors[tensor]}
+        kinds = self.types(tensor)
         if dtype != "uint8" and kinds != {dtype}:
             raise self._mismatch(tensor, "element type", dtype, " and ".join(sorted(kinds)))
         element = dtype_bits(dtype) // 8

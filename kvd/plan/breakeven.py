@@ -21,8 +21,6 @@ from kvd.plan import units
 from kvd.plan.footprint import Footprint
 from kvd.plan.units import check_int
 
-NS_PER_S = 1_000_000_000
-
 
 def reuse_gain_ns(
     lookup_ns: int, load_critical_ns: int, queue_reuse_ns: int, queue_cold_ns: int, prefill_saved_ns: int
@@ -38,7 +36,7 @@ def transfer_ns(size_bytes: int, bytes_per_s: int) -> int:
             f"transfer of {size_bytes} B at {bytes_per_s} B/s; allowed: a size of 0 or more, a rate above 0",
             code="range", size_bytes=size_bytes, bytes_per_s=bytes_per_s,
         )  # fmt: skip
-    return -(-size_bytes * NS_PER_S // bytes_per_s)
+    return -(-size_bytes * units.NS_PER_S // bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +84,16 @@ class PrefillCost:
         check_int("fixed prefill time", self.fixed_ns, 0, units.plan_duration_ns_max)
         check_int("linear prefill time", self.linear_ps_per_token, 0, units.plan_duration_ns_max)
         check_int("quadratic prefill time", self.quadratic_fs_per_pair, 0, units.plan_duration_ns_max)
+
+    @property
+    def linear_ns_per_token(self) -> Fraction:
+        """Of a new token."""
+        return Fraction(self.linear_ps_per_token, 1_000)
+
+    @property
+    def quadratic_ns_per_pair(self) -> Fraction:
+        """Of a new token and one that it attends to."""
+        return Fraction(self.quadratic_fs_per_pair, 1_000_000)
 
     def prefill_ns(self, new_tokens: int, context_tokens: int = 0) -> int:
         """Time to compute `new_tokens` after `context_tokens` that are already there. 0 new tokens cost 0."""
@@ -174,8 +182,8 @@ def fit_prefill(samples: Sequence[tuple[int, int]]) -> PrefillCost:
     different lengths (one point cannot tell linear from quadratic), values not above 0.
     """
     for tokens, time_ns in samples:
-        check_int("sampled tokens", tokens, 1, units.plan_count_max)
-        check_int("sampled time", time_ns, 1, units.plan_duration_ns_max)
+        check_int("--prefill-sample, tokens", tokens, 1, units.plan_count_max)
+        check_int("--prefill-sample, time", time_ns, 1, units.plan_duration_ns_max)
     lengths = len({tokens for tokens, _ in samples})
     if lengths < 2:
         raise UsageError(

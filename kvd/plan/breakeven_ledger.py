@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from kvd.errors import UsageError
 from kvd.plan import units
-from kvd.plan.breakeven import NS_PER_S, LoadCost, PrefillCost, break_even_tokens, fit_prefill, reuse_gain_ns
+from kvd.plan.breakeven import LoadCost, PrefillCost, break_even_tokens, fit_prefill, reuse_gain_ns
 from kvd.plan.footprint import Footprint, PrefixRead
 from kvd.plan.ledger import Answer, Step
 from kvd.plan.units import (
@@ -32,8 +32,8 @@ def _fit_parts(model: PrefillCost) -> tuple[str, str, str]:
     """The three coefficients as text: fixed, a new token, a pair."""
     return (
         format_ns(model.fixed_ns),
-        format_ns(Fraction(model.linear_ps_per_token, 1_000)),
-        format_ns(Fraction(model.quadratic_fs_per_pair, 1_000_000)),
+        format_ns(model.linear_ns_per_token),
+        format_ns(model.quadratic_ns_per_pair),
     )
 
 
@@ -74,13 +74,15 @@ class BreakEvenPlan:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_int("bytes", self.size_bytes, 1, units.plan_bytes_max)
-        check_positive("bandwidth", self.bandwidth_bytes_per_s, units.plan_bandwidth_bytes_per_s_max)
-        for name in ("lookup", "h2d", "sync", "prefill_saved", "hidden", "queue_reuse", "queue_cold"):
-            check_int(name.replace("_", " "), getattr(self, f"{name}_ns"), 0, units.plan_duration_ns_max)
+        check_int("--bytes", self.size_bytes, 1, units.plan_bytes_max)
+        check_positive("--bandwidth", self.bandwidth_bytes_per_s, units.plan_bandwidth_bytes_per_s_max)
+        for name in ("lookup", "h2d", "sync", "prefill-saved", "hidden", "queue-reuse", "queue-cold"):
+            check_int(
+                f"--{name}", getattr(self, f"{name.replace('-', '_')}_ns"), 0, units.plan_duration_ns_max
+            )
         if self.hidden_ns > self.load_ns + self.h2d_ns + self.sync_ns:
             raise UsageError(
-                f"hidden = {format_ns(self.hidden_ns)} is more than load, copy and sync take together; "
+                f"--hidden = {format_ns(self.hidden_ns)} is more than load, copy and sync take together; "
                 f"allowed: 0 … {format_ns(self.load_ns + self.h2d_ns + self.sync_ns)}",
                 code="contradiction", hidden_ns=self.hidden_ns,
             )  # fmt: skip
@@ -88,7 +90,7 @@ class BreakEvenPlan:
     @property
     def load_ns(self) -> int:
         """Transfer time, rounded up."""
-        return units.ceil_div(self.size_bytes * NS_PER_S, self.bandwidth_bytes_per_s)
+        return units.ceil_div(self.size_bytes * units.NS_PER_S, self.bandwidth_bytes_per_s)
 
     @property
     def load_critical_ns(self) -> int:
@@ -123,7 +125,7 @@ class BreakEvenPlan:
         # Hiding more than load and copy take cannot win time, so that lookup and queue alone may lose already.
         if left <= 0 or self.prefill_saved_ns < self.cost_ns - self.load_critical_ns:
             return None
-        return Fraction(self.size_bytes * NS_PER_S, left)
+        return Fraction(self.size_bytes * units.NS_PER_S, left)
 
     @property
     def other_ns(self) -> int:
@@ -182,14 +184,8 @@ class BreakEvenPlan:
     def _saved_steps(self) -> tuple[Step, ...]:
         """Where the prefill saved comes from."""
         if self.prefill is None or self.prefix_tokens is None:
-            return (
-                Step(
-                    "prefill saved",
-                    "given: full prefill less that of the suffix",
-                    self.prefill_saved_ns,
-                    "ns",
-                ),
-            )
+            text = "given: full prefill less that of the suffix"
+            return (Step("prefill saved", text, self.prefill_saved_ns, "ns"),)
         model, prefix = self.prefill, self.prefix_tokens
         full, suffix = model.prefill_ns(prefix + 1), model.prefill_ns(1, prefix)
         return (
@@ -214,15 +210,12 @@ class BreakEvenPlan:
         )
         missing = (f"{', '.join(self.not_given)} not given, counted as 0",) if self.not_given else ()
         copied = (
-            (
-                "the copy measured is one into blocks of this host's memory, not one to a GPU (--h2d says that)",
-            )
-            if "copy" in self.measured
-            else ()
+            "the copy measured is one into blocks of this host's memory, not one to a GPU (--h2d says that)"
         )
         read = self.read.assumptions if self.read is not None else ()
         order = f"load, copy and sync follow one another{hidden}"
-        return (*read, order, *missing, saved, bandwidth, *copied, *self.notes)
+        told = (copied,) if "copy" in self.measured else ()
+        return (*read, order, *missing, saved, bandwidth, *told, *self.notes)
 
     @property
     def conclusion(self) -> str:
@@ -256,7 +249,7 @@ class BreakEvenLength:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_int("chunk tokens", self.chunk_tokens, 1, self.tokens_max)
+        check_int("--chunk-tokens", self.chunk_tokens, 1, self.tokens_max)
 
     @property
     def tokens(self) -> int | None:
@@ -382,8 +375,8 @@ class PrefillFit:
         cost = self.cost
         return {
             "fixed_ns": cost.fixed_ns,
-            "linear_ns_per_token": Fraction(cost.linear_ps_per_token, 1_000),
-            "quadratic_ns_per_pair": Fraction(cost.quadratic_fs_per_pair, 1_000_000),
+            "linear_ns_per_token": cost.linear_ns_per_token,
+            "quadratic_ns_per_pair": cost.quadratic_ns_per_pair,
             "error_max_share": self.error_max_share,
         }
 
@@ -393,18 +386,8 @@ class PrefillFit:
         cost = self.cost
         rows = [
             Step("fixed", "of every prefill", cost.fixed_ns, "ns"),
-            Step(
-                "a new token",
-                "weights and everything but attention",
-                Fraction(cost.linear_ps_per_token, 1_000),
-                "ns",
-            ),
-            Step(
-                "a pair",
-                "of a new token and one it attends to",
-                Fraction(cost.quadratic_fs_per_pair, 1_000_000),
-                "ns",
-            ),
+            Step("a new token", "weights and everything but attention", cost.linear_ns_per_token, "ns"),
+            Step("a pair", "of a new token and one it attends to", cost.quadratic_ns_per_pair, "ns"),
         ]
         for tokens, took in sorted(self.samples):
             text = f"{_prefill_text(cost, tokens)}; measured {format_ns(took)}"

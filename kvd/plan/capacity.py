@@ -42,20 +42,20 @@ class CapacityPlan(Prefixes):
 
     def __post_init__(self) -> None:
         Prefixes.__post_init__(self)
-        check_int("hosts", self.hosts_count, 1, units.plan_count_max)
-        check_int("replicas", self.replicas_count, 1, units.plan_count_max)
-        check_int("memory of a host", self.dram_per_host_bytes, 1, units.plan_bytes_max)
-        check_int("spare hosts", self.spare_hosts, 0, units.plan_count_max)
-        check_positive("usable share", self.usable_share, 1)
+        check_int("--hosts", self.hosts_count, 1, units.plan_count_max)
+        check_int("--replicas", self.replicas_count, 1, units.plan_count_max)
+        check_int("--dram", self.dram_per_host_bytes, 1, units.plan_bytes_max)
+        check_int("--spare-hosts", self.spare_hosts, 0, units.plan_count_max)
+        check_positive("--usable", self.usable_share, 1)
         if self.replicas_count > self.hosts_count:
             raise UsageError(
-                f"replicas = {self.replicas_count} with hosts = {self.hosts_count}: copies on one host are "
+                f"--replicas = {self.replicas_count} with --hosts = {self.hosts_count}: copies on one host are "
                 f"lost together; allowed: 1 … {self.hosts_count} replicas",
                 code="contradiction", replicas=self.replicas_count, hosts=self.hosts_count,
             )  # fmt: skip
         if self.spare_hosts >= self.hosts_count:
             raise UsageError(
-                f"spare hosts = {self.spare_hosts} of hosts = {self.hosts_count}: none would be left; "
+                f"--spare-hosts = {self.spare_hosts} of --hosts = {self.hosts_count}: none would be left; "
                 f"allowed: 0 … {self.hosts_count - 1}",
                 code="contradiction", spare_hosts=self.spare_hosts, hosts=self.hosts_count,
             )  # fmt: skip

@@ -146,7 +146,7 @@ class SweepCosts:
     def __post_init__(self) -> None:
         for name in ("match_per_chunk", "lease_per_chunk", "publish_per_object", "load_per_object"):
             check_int(name.replace("_", " "), getattr(self, f"{name}_ns"), 0, units.plan_duration_ns_max)
-        check_int("load rate", self.load_bytes_per_s, 1, units.plan_bandwidth_bytes_per_s_max)
+        check_int("--bandwidth", self.load_bytes_per_s, 1, units.plan_bandwidth_bytes_per_s_max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,6 @@ class SweepSetup:
     capacity_bytes: int | None = None
     metadata_per_object_bytes: int = 512
     costs: SweepCosts = SweepCosts()
-    through_core: bool = False
 
     def __post_init__(self) -> None:
         if not self.footprint.token_groups:
@@ -169,30 +168,30 @@ class SweepSetup:
                 "keeps tokens. `kvctl plan capacity` counts snapshots, `kvctl plan breakeven` weighs loading one",
                 code="states",
             )
-        check_int("block of the trace, in tokens", self.trace_block_tokens, 1, units.plan_count_max)
-        check_int("block of the engine, in tokens", self.engine_block_tokens, 1, units.plan_count_max)
-        check_int("metadata per object", self.metadata_per_object_bytes, 0, units.plan_bytes_max)
+        check_int("--trace-block", self.trace_block_tokens, 1, units.plan_count_max)
+        check_int("--engine-block", self.engine_block_tokens, 1, units.plan_count_max)
+        check_int("--metadata", self.metadata_per_object_bytes, 0, units.plan_bytes_max)
 
     def check_chunk(self, chunk_tokens: int) -> None:
         """UsageError unless the size suits the trace, the engine and the capacity."""
-        check_int("chunk tokens", chunk_tokens, 1, units.plan_count_max)
+        check_int("--chunk-tokens", chunk_tokens, 1, units.plan_count_max)
         block = self.trace_block_tokens
         if chunk_tokens % block and block % chunk_tokens:
             raise UsageError(
-                f"chunk tokens = {chunk_tokens}: the trace names blocks of {block} tokens and cannot say "
+                f"--chunk-tokens = {chunk_tokens}: the trace names blocks of {block} tokens and cannot say "
                 f"what other cuts share; allowed: a divisor or a multiple of {block}",
                 code="chunk", chunk_tokens=chunk_tokens, block_tokens=block,
             )  # fmt: skip
         if chunk_tokens % self.engine_block_tokens:
             raise UsageError(
-                f"chunk tokens = {chunk_tokens} is not a multiple of the engine's block of "
+                f"--chunk-tokens = {chunk_tokens} is not a multiple of the engine's block of "
                 f"{self.engine_block_tokens}; allowed: multiples of {self.engine_block_tokens}",
                 code="chunk", chunk_tokens=chunk_tokens, block_tokens=self.engine_block_tokens,
             )  # fmt: skip
         family_bytes = chunk_tokens * self.footprint.bytes_per_token
         if self.capacity_bytes is not None and self.capacity_bytes < family_bytes:
             raise UsageError(
-                f"capacity = {format_bytes(self.capacity_bytes)} holds no chunk of {chunk_tokens} tokens "
+                f"--capacity = {format_bytes(self.capacity_bytes)} holds no chunk of {chunk_tokens} tokens "
                 f"({format_bytes(family_bytes)}); allowed: {format_bytes(family_bytes)} or more",
                 code="contradiction", capacity_bytes=self.capacity_bytes, family_bytes=family_bytes,
             )  # fmt: skip
@@ -293,9 +292,7 @@ def replay(
         probed += min(hits + 1, len(chain))
         if usable:
             needed = [group.needed_chunks(usable, chunk_tokens) for group in groups]
-            size = sum(
-                count * chunk_tokens * group.token_bytes for count, group in zip(needed, groups, strict=True)
-            )
+            size = sum(group.needed_bytes(usable, chunk_tokens) for group in groups)
             objects = sum(count * group.members_count for count, group in zip(needed, groups, strict=True))
             leased += max(needed)
             usable_sum += usable
@@ -422,16 +419,14 @@ class ChunkSweep:
             if setup.footprint.state_groups
             else ()
         )
-        decided = (
-            "kvd's own core decides what leaves; its CPU time is measured in this run, without rings and copies"
-            if setup.through_core
-            else "least recently used leaves first, suffixes before prefixes"
-        )
-        publish = (
-            "publishing as measured"
-            if setup.through_core
-            else f"publish {format_ns(costs.publish_per_object_ns)} an object: not measured here"
-        )
+        if self.most.cache_cpu_ns is None:
+            decided = "least recently used leaves first, suffixes before prefixes"
+            publish = f"publish {format_ns(costs.publish_per_object_ns)} an object: not measured here"
+        else:
+            decided = (
+                "kvd's own core decides what leaves; its CPU time is measured here, without rings and copies"
+            )
+            publish = "publishing as measured"
         return (
             f"one cache {room}: {decided}",
             *((windows,) if windows else ()),
@@ -459,6 +454,8 @@ class ChunkSweep:
         if most.chunk_tokens < best.chunk_tokens and best.objects_peak_count:
             fewer = Fraction(most.objects_peak_count, best.objects_peak_count)
             first += f", with {format_number(fewer, 1)} times fewer objects"
+        if self.setup.footprint.snapshot_bytes:
+            first += ", where a snapshot stands behind every chunk, whose bytes are not in these figures"
         return f"{first}; this says nothing about other traffic, nor about latency when loads queue."
 
 
@@ -474,10 +471,11 @@ def sweep(
     Requests are taken in the order of their timestamps. Raises UsageError: no sizes, a size twice, more than
     `sweep_sizes_max` of them, a size that does not suit, an empty or malformed trace.
     """
-    check_int("chunk sizes", len(chunk_sizes), 1, sweep_sizes_max)
+    check_int("number of --chunk-tokens", len(chunk_sizes), 1, sweep_sizes_max)
     if len(set(chunk_sizes)) < len(chunk_sizes):
         raise UsageError(
-            f"chunk sizes {', '.join(map(str, chunk_sizes))} name one twice; allowed: each once", code="chunk"
+            f"--chunk-tokens {', '.join(map(str, chunk_sizes))} name one twice; allowed: each once",
+            code="chunk",
         )
     for chunk_tokens in chunk_sizes:
         setup.check_chunk(chunk_tokens)

@@ -116,11 +116,6 @@ class Footprint:
         """Objects of a chunk, snapshots not counted."""
         return sum(group.members_count for group in self.token_groups)
 
-    @property
-    def snapshot_members_count(self) -> int:
-        """Objects of one snapshot."""
-        return sum(group.members_count for group in self.state_groups)
-
     def stored_bytes(self, tokens: int, snapshots: int) -> int:
         """All objects of so many tokens of one prefix, with so many snapshots."""
         return self.bytes_per_token * tokens + self.snapshot_bytes * snapshots
@@ -164,14 +159,14 @@ class PrefixRead:
     chunk_tokens: int = 1
 
     def __post_init__(self) -> None:
-        check_int("prefix tokens", self.tokens, 1, units.plan_count_max)
-        check_int("chunk tokens", self.chunk_tokens, 1, units.plan_count_max)
+        check_int("--prefix-tokens", self.tokens, 1, units.plan_count_max)
+        check_int("--chunk-tokens", self.chunk_tokens, 1, units.plan_count_max)
         if self.tokens % self.chunk_tokens:
             below = self.tokens // self.chunk_tokens * self.chunk_tokens
             near = f"{below} or {below + self.chunk_tokens}" if below else f"{self.chunk_tokens}"
             raise UsageError(
-                f"prefix tokens = {self.tokens} with chunk tokens = {self.chunk_tokens}: kvd keeps whole chunks, the "
-                f"rest is computed; allowed: {near}",
+                f"--prefix-tokens = {self.tokens} with --chunk-tokens = {self.chunk_tokens}: kvd keeps whole chunks, "
+                f"the rest is computed; allowed: {near}",
                 code="contradiction", prefix_tokens=self.tokens, chunk_tokens=self.chunk_tokens,
             )  # fmt: skip
 

@@ -3,7 +3,8 @@
 Owns `Step` and the way a value and its unit are shown. A ledger is a frozen dataclass whose fields are the
 checked inputs; `answers` are its results under stable names, `steps` the arithmetic that led to them,
 `assumptions` what they take for granted and `conclusion` one sentence, so that a colleague can check each
-line by hand and a program can read exact numbers. No state, any thread.
+line by hand and a program can read exact numbers. A ledger calls its inputs as the options of `kvctl plan` that give
+them, in what it refuses as in what it assumes: one thing has one name. No state, any thread.
 """
 
 from __future__ import annotations

@@ -37,23 +37,6 @@ class TrafficMatrix:
     nodes: tuple[str, ...]
     bytes_per_s: tuple[tuple[Fraction, ...], ...]
 
-    def __post_init__(self) -> None:
-        if len(self.bytes_per_s) != len(self.nodes) or any(
-            len(r) != len(self.nodes) for r in self.bytes_per_s
-        ):
-            raise UsageError(
-                f"a traffic matrix of {len(self.nodes)} nodes needs as many rows and columns",
-                code="matrix", nodes=len(self.nodes),
-            )  # fmt: skip
-        for source, row in enumerate(self.bytes_per_s):
-            for target, rate in enumerate(row):
-                if rate < 0 or (source == target and rate != 0):
-                    raise UsageError(
-                        f"traffic {self.nodes[source]} → {self.nodes[target]} = {rate} B/s; allowed: 0 from "
-                        f"a node to itself, 0 or more otherwise",
-                        code="matrix", source=self.nodes[source], target=self.nodes[target],
-                    )  # fmt: skip
-
     @property
     def egress_bytes_per_s(self) -> tuple[Fraction, ...]:
         """What each node sends."""
@@ -63,11 +46,6 @@ class TrafficMatrix:
     def ingress_bytes_per_s(self) -> tuple[Fraction, ...]:
         """What each node receives."""
         return tuple(sum(column, Fraction(0)) for column in zip(*self.bytes_per_s, strict=True))
-
-    @property
-    def total_bytes_per_s(self) -> Fraction:
-        """Everything that crosses the network."""
-        return sum(self.egress_bytes_per_s, Fraction(0))
 
     @property
     def busiest_bytes_per_s(self) -> Fraction:
@@ -84,20 +62,15 @@ def uniform_matrix(
     """Host-to-host traffic: reads owner → reader, writes producer → holder of a copy.
 
     Readers and writers are spread evenly. Owners too, unless `hot_share` of all reads is owned by the first
-    host. Only what crosses hosts belongs in the two rates. Raises UsageError outside 2 … `matrix_hosts_max`
-    hosts.
+    host. Only what crosses hosts belongs in the two rates. Two hosts or more.
     """
-    check_int("hosts", hosts_count, 2, matrix_hosts_max)
     others = hosts_count - 1
-    hot = Fraction(1, hosts_count) if hot_share is None else check_share("hot share", hot_share)
+    hot = Fraction(1, hosts_count) if hot_share is None else hot_share
     cold = (1 - hot) / others
-    write = check_number("writes", write_bytes_per_s, 0, units.plan_bandwidth_bytes_per_s_max) / (
-        hosts_count * others
-    )
-    read = check_number("reads", read_bytes_per_s, 0, units.plan_bandwidth_bytes_per_s_max)
+    write = write_bytes_per_s / (hosts_count * others)
     rows = []
     for source in range(hosts_count):
-        rate = read * (hot if source == 0 else cold) / others + write
+        rate = read_bytes_per_s * (hot if source == 0 else cold) / others + write
         rows.append(tuple(Fraction(0) if source == target else rate for target in range(hosts_count)))
     return TrafficMatrix(tuple(f"host{n}" for n in range(hosts_count)), tuple(rows))
 
@@ -126,38 +99,38 @@ class NetworkPlan:
     links_count: int | None = None
 
     def __post_init__(self) -> None:
-        check_number("request rate", self.requests_per_s, 0, units.plan_rate_per_s_max)
-        check_share("hit share", self.hit_share)
-        check_int("bytes of a hit", self.bytes_per_hit, 1, units.plan_bytes_max)
-        check_positive("link", self.link_bytes_per_s, units.plan_bandwidth_bytes_per_s_max)
-        check_positive("efficiency", self.efficiency, 1)
-        check_number("store rate", self.stores_per_s, 0, units.plan_rate_per_s_max)
-        check_int("replicas", self.replicas_count, 1, units.plan_count_max)
-        check_share("local share", self.local_share)
+        check_number("--rate", self.requests_per_s, 0, units.plan_rate_per_s_max)
+        check_share("--hit", self.hit_share)
+        check_int("--bytes", self.bytes_per_hit, 1, units.plan_bytes_max)
+        check_positive("--link", self.link_bytes_per_s, units.plan_bandwidth_bytes_per_s_max)
+        check_positive("--efficiency", self.efficiency, 1)
+        check_number("--store-rate", self.stores_per_s, 0, units.plan_rate_per_s_max)
+        check_int("--replicas", self.replicas_count, 1, units.plan_count_max)
+        check_share("--local", self.local_share)
         if self.bytes_per_store is not None:
-            check_int("bytes of a store", self.bytes_per_store, 1, units.plan_bytes_max)
+            check_int("--store-bytes", self.bytes_per_store, 1, units.plan_bytes_max)
         if self.hot_share is not None:
-            check_share("hot share", self.hot_share)
+            check_share("--hot", self.hot_share)
         if self.links_count is not None:
-            check_int("links", self.links_count, 1, units.plan_count_max)
+            check_int("--links", self.links_count, 1, units.plan_count_max)
         check_number("reads", self.read_bytes_per_s, 0, units.plan_bandwidth_bytes_per_s_max)
         check_number("writes", self.write_bytes_per_s, 0, units.plan_bandwidth_bytes_per_s_max)
         self._check_hosts()
 
     def _check_hosts(self) -> None:
         if self.hosts_count is None:
-            for name, value in (("local share", self.local_share or None), ("hot share", self.hot_share)):
+            for name, value in (("--local", self.local_share or None), ("--hot", self.hot_share)):
                 if value is not None:
                     raise UsageError(
                         f"{name} = {format_share(value)} without a number of hosts: it says how reads spread "
-                        f"over hosts; allowed: together with hosts",
+                        f"over hosts; allowed: together with --hosts",
                         code="contradiction", field=name,
                     )  # fmt: skip
             return
-        check_int("hosts", self.hosts_count, 2, matrix_hosts_max)
+        check_int("--hosts", self.hosts_count, 2, matrix_hosts_max)
         if self.replicas_count > self.hosts_count:
             raise UsageError(
-                f"replicas = {self.replicas_count} with hosts = {self.hosts_count}: copies on one host are "
+                f"--replicas = {self.replicas_count} with --hosts = {self.hosts_count}: copies on one host are "
                 f"lost together; allowed: 1 … {self.hosts_count} replicas",
                 code="contradiction", replicas=self.replicas_count, hosts=self.hosts_count,
             )  # fmt: skip
@@ -318,10 +291,17 @@ class NetworkPlan:
                 else f"; one host owns {format_share(self.hot_share)} of the reads"
             )
         )
+        missed = Fraction(self.requests_per_s) * (1 - self.hit_share)
+        stored = "all copies are written over the network, the first one included"
+        if not self.stores_per_s and missed:
+            more = format_bandwidth(missed * self.store_bytes)
+            stored = (
+                f"nothing is stored (--store-rate): a copy of what {format_rate(missed)} miss would be {more}"
+            )
         return (
             "rates are means: bursts are not in them",
             spread,
-            "all copies are written over the network, the first one included",
+            stored,
             f"links are full duplex, evenly loaded, and reach {format_share(self.efficiency)} of their rate",
             "nothing else uses them: the model's own traffic is not counted",
         )
@@ -339,7 +319,8 @@ class NetworkPlan:
             first = f"{need[0].upper()}{need[1:]}, which would then be loaded to {load}"
         elif self.carries:
             meet = "meets" if self.links_count == 1 else "meet"
-            first = f"{counted(self.links_count or 0, 'link')} {meet} the bound at a load of {load}"
+            on_each = " on each host" if self.hosts_count is not None else ""
+            first = f"{counted(self.links_count or 0, 'link')}{on_each} {meet} the bound at a load of {load}"
         else:
             first = f"{counted(self.links_count or 0, 'link')} cannot carry it: {need}"
         return (

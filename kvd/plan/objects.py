@@ -18,6 +18,7 @@ from kvd.plan.prefixes import Prefixes
 from kvd.plan.units import check_int, counted, format_bytes, format_number
 
 metadata_per_object_bytes_assumed = 512
+record_bytes = 48  # in kvd's index, one for every object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +26,9 @@ class ObjectsPlan(Prefixes):
     """Objects and metadata of one copy of everything, on all hosts together.
 
     A chunk and a snapshot are as many objects as their groups have members. `metadata_per_family_bytes` is kvd's own
-    measured figure (all memory beyond payload ÷ families); None when it has not been measured, and then no figure of
-    kvd's is shown. Raises UsageError: as `Prefixes` does, a value out of range, a chunk whose bytes are not a whole
-    number of members.
+    measured figure for families of one object (all memory beyond payload ÷ families), to which every further object
+    adds its record; None when it has not been measured, and then no figure of kvd's is shown. Raises UsageError: as
+    `Prefixes` does, a value out of range, a chunk whose bytes are not a whole number of members.
     """
 
     metadata_per_object_bytes: int = metadata_per_object_bytes_assumed
@@ -35,7 +36,7 @@ class ObjectsPlan(Prefixes):
 
     def __post_init__(self) -> None:
         Prefixes.__post_init__(self)
-        check_int("metadata per object", self.metadata_per_object_bytes, 0, units.plan_bytes_max)
+        check_int("--metadata", self.metadata_per_object_bytes, 0, units.plan_bytes_max)
         if self.metadata_per_family_bytes is not None:
             check_int("metadata per family", self.metadata_per_family_bytes, 0, units.plan_bytes_max)
         for group in self.footprint.groups:
@@ -43,7 +44,7 @@ class ObjectsPlan(Prefixes):
             if group.members_alike and size.denominator != 1:
                 whole = size * group.members_count
                 raise UsageError(
-                    f"members of a chunk = {group.members_count} does not divide its {whole} bytes; "
+                    f"--tp × --groups = {group.members_count} does not divide its {whole} bytes; "
                     f"allowed: a divisor, as equal shards are",
                     code="contradiction", members=group.members_count, chunk_bytes=int(whole),
                 )  # fmt: skip
@@ -76,10 +77,15 @@ class ObjectsPlan(Prefixes):
 
     @property
     def own_metadata_bytes(self) -> int | None:
-        """Metadata at kvd's measured cost of a family, None if it was not measured."""
+        """Metadata at kvd's measured cost of a family and its further objects, None if it was not measured."""
         if self.metadata_per_family_bytes is None:
             return None
-        return self.families_count * self.metadata_per_family_bytes
+        return self.families_count * self.metadata_per_family_bytes + self._further_count * record_bytes
+
+    @property
+    def _further_count(self) -> int:
+        """Objects that are not the first of their family."""
+        return self.objects_count - self.families_count
 
     @property
     def answers(self) -> Mapping[str, Answer]:
@@ -113,7 +119,10 @@ class ObjectsPlan(Prefixes):
         own = self.own_metadata_bytes
         if own is not None and self.metadata_per_family_bytes is not None:
             families = counted(self.families_count, "family", "families")
-            text = f"{families} × {format_bytes(self.metadata_per_family_bytes)}"
+            further = f" + {counted(self._further_count, 'further object')} × {record_bytes} B" * bool(
+                self._further_count
+            )
+            text = f"{families} × {format_bytes(self.metadata_per_family_bytes)}{further}"
             rows.append(Step("metadata of kvd", text, own, "B"))
         return tuple(rows)
 
@@ -178,7 +187,8 @@ class ObjectsPlan(Prefixes):
         own = (
             "kvd keeps one entry per family, not per object; `kvctl bench local` measures what that costs"
             if self.metadata_per_family_bytes is None
-            else f"{format_bytes(self.metadata_per_family_bytes)} of a family is kvd's measured figure"
+            else f"{format_bytes(self.metadata_per_family_bytes)} is kvd's measured figure for a family of one object; "
+            f"every further object adds a record of {record_bytes} B"
         )
         return (
             f"{format_bytes(self.metadata_per_object_bytes)} of metadata per object is an assumption",

@@ -32,19 +32,19 @@ class Prefixes:
     snapshots_count: int | None = None
 
     def __post_init__(self) -> None:
-        check_int("prefixes", self.prefixes_count, 1, units.plan_count_max)
-        check_int("prefix tokens", self.prefix_tokens, 1, units.plan_count_max)
-        check_int("chunk tokens", self.chunk_tokens, 1, units.plan_count_max)
-        check_int("shared tokens", self.shared_tokens, 0, units.plan_count_max)
+        check_int("--prefixes", self.prefixes_count, 1, units.plan_count_max)
+        check_int("--prefix-tokens", self.prefix_tokens, 1, units.plan_count_max)
+        check_int("--chunk-tokens", self.chunk_tokens, 1, units.plan_count_max)
+        check_int("--shared-tokens", self.shared_tokens, 0, units.plan_count_max)
         if self.chunk_tokens > self.prefix_tokens:
             raise UsageError(
-                f"chunk tokens = {self.chunk_tokens} is more than a prefix of {self.prefix_tokens} tokens "
+                f"--chunk-tokens = {self.chunk_tokens} is more than a prefix of {self.prefix_tokens} tokens "
                 f"has: nothing would ever be stored; allowed: 1 … {self.prefix_tokens}",
                 code="contradiction", chunk_tokens=self.chunk_tokens, prefix_tokens=self.prefix_tokens,
             )  # fmt: skip
         if self.shared_tokens > self.prefix_tokens:
             raise UsageError(
-                f"shared tokens = {self.shared_tokens} is more than a prefix of {self.prefix_tokens} tokens "
+                f"--shared-tokens = {self.shared_tokens} is more than a prefix of {self.prefix_tokens} tokens "
                 f"has; allowed: 0 … {self.prefix_tokens}",
                 code="contradiction", shared_tokens=self.shared_tokens, prefix_tokens=self.prefix_tokens,
             )  # fmt: skip
@@ -55,14 +55,15 @@ class Prefixes:
             return
         if not self.footprint.state_groups:
             raise UsageError(
-                f"snapshots = {self.snapshots_count}, but no states are kept, only tokens; allowed: leave it out",
+                f"--snapshots = {self.snapshots_count}, but no states are kept, only tokens; allowed: leave it out",
                 code="contradiction", snapshots=self.snapshots_count,
             )  # fmt: skip
-        check_int("snapshots", self.snapshots_count, 1, units.plan_count_max)
+        check_int("--snapshots", self.snapshots_count, 1, units.plan_count_max)
         if self.snapshots_count > self.own_chunks_count:
             raise UsageError(
-                f"snapshots = {self.snapshots_count} of a prefix with {counted(self.own_chunks_count, 'chunk')} of its "
-                f"own: a snapshot stands at the end of a chunk; allowed: 1 … {self.own_chunks_count}",
+                f"--snapshots = {self.snapshots_count} of a prefix with {counted(self.own_chunks_count, 'chunk')} of "
+                "its own: a snapshot stands at the end of a chunk; allowed: "
+                + (f"1 … {self.own_chunks_count}" if self.own_chunks_count else "leave it out"),
                 code="contradiction", snapshots=self.snapshots_count, chunks=self.own_chunks_count,
             )  # fmt: skip
 

@@ -23,7 +23,6 @@ from kvd.plan.units import (
     format_rate,
 )
 
-NS_PER_S = 1_000_000_000
 capacity_per_s_max = units.plan_rate_per_s_max * units.plan_bandwidth_bytes_per_s_max  # of loads of a byte
 
 
@@ -43,7 +42,7 @@ class InFlightPlan:
 
     def __post_init__(self) -> None:
         check_number("arrivals", self.arrivals_per_s, 0, units.plan_rate_per_s_max)
-        check_int("time in the system", self.time_in_system_ns, 0, units.plan_duration_ns_max)
+        check_int("--latency", self.time_in_system_ns, 0, units.plan_duration_ns_max)
         check_int("bytes of each", self.bytes_each, 0, units.plan_bytes_max)
         if self.capacity_per_s is None:
             return
@@ -60,7 +59,7 @@ class InFlightPlan:
     @property
     def in_flight_mean(self) -> Fraction:
         """L = λ × W."""
-        return Fraction(self.arrivals_per_s) * self.time_in_system_ns / NS_PER_S
+        return Fraction(self.arrivals_per_s) * self.time_in_system_ns / units.NS_PER_S
 
     @property
     def utilisation_share(self) -> Fraction:
@@ -100,7 +99,7 @@ class InFlightPlan:
     @property
     def _utilisation_steps(self) -> tuple[Step, ...]:
         if self.capacity_per_s is None:
-            return (Step("utilisation", "nothing crosses the network", Fraction(0), "share"),)
+            return (Step("utilisation", "of loads, which nothing here limits", Fraction(0), "share"),)
         text = f"{format_rate(self.arrivals_per_s)} ÷ {format_rate(self.capacity_per_s)}"
         return (
             *_capacity_steps(self.capacity_per_s, self.capacity_from),

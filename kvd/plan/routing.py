@@ -10,7 +10,8 @@ will find everything there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvd.errors import UsageError
@@ -68,15 +69,12 @@ class RoutePlan:
     session_margin_ns: int = 0
 
     def __post_init__(self) -> None:
-        check_int("hosts", len(self.candidates), 1, hosts_max)
-        check_int("session margin", self.session_margin_ns, 0, units.plan_duration_ns_max)
+        check_int("number of --host", len(self.candidates), 1, hosts_max)
+        check_int("--session-margin", self.session_margin_ns, 0, units.plan_duration_ns_max)
         if self.itl_limit_ns is not None:
-            check_int("ITL limit", self.itl_limit_ns, 1, units.plan_duration_ns_max)
+            check_int("--itl-limit", self.itl_limit_ns, 1, units.plan_duration_ns_max, unit=" ns")
         names = [candidate.host for candidate in self.candidates]
-        twice = (
-            sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-        )
-        if twice:
+        if twice := [name for name, count in Counter(names).items() if count > 1]:
             raise UsageError(f"host {twice[0]!r} is given twice; allowed: each host once",
                              code="contradiction", host=twice[0])  # fmt: skip
         owners = [candidate.host for candidate in self.candidates if candidate.session]
@@ -89,11 +87,8 @@ class RoutePlan:
     @property
     def ranking(self) -> tuple[Candidate, ...]:
         """Hosts within the limit, fastest first; at equal times the session's host, then by name."""
-        return tuple(sorted(self._eligible, key=lambda c: (c.total_ns, not c.session, c.host)))
-
-    @property
-    def _eligible(self) -> Sequence[Candidate]:
-        return [candidate for candidate in self.candidates if self.refusal(candidate) is None]
+        eligible = [candidate for candidate in self.candidates if self.refusal(candidate) is None]
+        return tuple(sorted(eligible, key=lambda c: (c.total_ns, not c.session, c.host)))
 
     def refusal(self, candidate: Candidate) -> str | None:
         """Why a host is out, None if it is not."""
@@ -133,7 +128,6 @@ class RoutePlan:
                 }
                 for candidate in self.candidates
             ],
-            **{f"refused:{c.host}": self.refusal(c) for c in self.candidates if self.refusal(c)},
         }
 
     @property

@@ -11,7 +11,7 @@ refused by name, a number outside its bound is refused with the bound, nothing i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Final, TypeAlias
 
@@ -23,11 +23,12 @@ KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
 TIB: Final = 1 << 40
+NS_PER_S: Final = 10**9
 
 quantity_chars_max: Final = 64
 plan_bytes_max: Final = 1 << 70  # 1 ZiB: more than all memory ever made is a typing error
 plan_bandwidth_bytes_per_s_max: Final = 1 << 60
-plan_duration_ns_max: Final = 366 * 86_400 * 1_000_000_000
+plan_duration_ns_max: Final = 366 * 86_400 * NS_PER_S
 plan_rate_per_s_max: Final = 10**12
 plan_count_max: Final = 1 << 60
 
@@ -130,16 +131,16 @@ def parse_bytes(text: str, field: str = "size") -> int:
     value = _scaled(text, field, "512GiB", _BYTE_UNITS, "B")
     if value.denominator != 1:
         raise UsageError(
-            f"{field} = {text!r} is not a whole number of bytes ({float(value):g} B); allowed: whole bytes",
+            f"{field} = {text!r} is not a whole number of bytes; allowed: whole bytes, like {round(value)}B",
             code="quantity", field=field, value=text,
         )  # fmt: skip
-    return check_int(field, int(value), 0, plan_bytes_max, shown=text)
+    return check_int(field, int(value), 0, plan_bytes_max, shown=text, unit=" B")
 
 
 def parse_bandwidth(text: str, field: str = "bandwidth") -> Fraction:
     """Bytes a second, exactly: '20GiB/s', '400Gbit' (a link: bits a second). UsageError as `parse_bytes`."""
     value = _scaled(text, field, "20GiB/s or 400Gbit", _BANDWIDTH_UNITS, None)
-    return check_number(field, value, 0, plan_bandwidth_bytes_per_s_max, shown=text)
+    return check_number(field, value, 0, plan_bandwidth_bytes_per_s_max, shown=text, unit=" B/s")
 
 
 def parse_duration_ns(text: str, field: str = "duration") -> int:
@@ -150,13 +151,13 @@ def parse_duration_ns(text: str, field: str = "duration") -> int:
             f"{field} = {text!r} is finer than a nanosecond; allowed: whole nanoseconds",
             code="quantity", field=field, value=text,
         )  # fmt: skip
-    return check_int(field, int(value), 0, plan_duration_ns_max, shown=text)
+    return check_int(field, int(value), 0, plan_duration_ns_max, shown=text, unit=" ns")
 
 
 def parse_rate(text: str, field: str = "rate") -> Fraction:
     """Events a second, exactly: '200/s', '12/min'. UsageError: unknown unit, out of range."""
     value = _scaled(text, field, "200/s", _RATE_UNITS_PER_S, None)
-    return check_number(field, value, 0, plan_rate_per_s_max, shown=text)
+    return check_number(field, value, 0, plan_rate_per_s_max, shown=text, unit="/s")
 
 
 def parse_share(text: str, field: str = "share") -> Fraction:
@@ -175,20 +176,22 @@ def parse_share(text: str, field: str = "share") -> Fraction:
     return check_share(field, number / 100 if unit == "%" else number, shown=text)
 
 
-def check_int(field: str, value: int, low: int, high: int, *, shown: str | None = None) -> int:
-    """`value` if it is an int in low … high; otherwise UsageError with the field, the value and the range."""
+def check_int(
+    field: str, value: int, low: int, high: int, *, shown: str | None = None, unit: str = ""
+) -> int:
+    """`value` if it is an int in low … high; otherwise UsageError with the field, the value and the range in `unit`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise UsageError(
             f"{field} = {value!r} is not a whole number; allowed: an int in {low:,} … {high:,}",
             code="range", field=field, value=str(value),
         )  # fmt: skip
     if not low <= value <= high:
-        raise _outside(field, value, low, high, shown)
+        raise _outside(field, value, low, high, shown, unit)
     return value
 
 
 def check_number(
-    field: str, value: Number, low: Number, high: Number, *, shown: str | None = None
+    field: str, value: Number, low: Number, high: Number, *, shown: str | None = None, unit: str = ""
 ) -> Fraction:
     """`value` as a Fraction in low … high. A float is refused: what it stands for is not what was written."""
     if isinstance(value, bool) or not isinstance(value, int | Fraction):
@@ -197,7 +200,7 @@ def check_number(
             code="range", field=field, value=str(value),
         )  # fmt: skip
     if not low <= value <= high:
-        raise _outside(field, value, low, high, shown)
+        raise _outside(field, value, low, high, shown, unit)
     return Fraction(value)
 
 
@@ -217,11 +220,13 @@ def check_positive(field: str, value: Number, high: Number, *, shown: str | None
     return exact
 
 
-def _outside(field: str, value: Number, low: Number, high: Number, shown: str | None) -> UsageError:
+def _outside(
+    field: str, value: Number, low: Number, high: Number, shown: str | None, unit: str
+) -> UsageError:
     text = repr(shown) if shown is not None else f"{value}"
-    direction = f"above {high:,}" if value > high else f"below {low:,}"
+    direction = f"above {high:,}{unit}" if value > high else f"below {low:,}"
     return UsageError(
-        f"{field} = {text} is {direction}; allowed: {low:,} … {high:,}",
+        f"{field} = {text} is {direction}; allowed: {low:,} … {high:,}{unit}",
         code="range", field=field, value=str(value),
     )  # fmt: skip
 
@@ -244,32 +249,36 @@ def format_number(value: Number, decimals: int = 2) -> str:
     return text if rounded == exact else f"≈ {text}"
 
 
-def _format_scaled(value: Number, units: list[tuple[str, int]]) -> str:
-    """`value` in the largest unit that does not exceed it."""
+def scale_of(value: Number | float, units: Sequence[tuple[str, int]]) -> tuple[str, int]:
+    """The largest unit that `value` does not fall below, and its factor."""
     size = abs(Fraction(value))
-    name, factor = next(((n, f) for n, f in units if size >= f), units[-1])
+    return next((unit for unit in units if size >= unit[1]), units[-1])
+
+
+def _format_scaled(value: Number, units: Sequence[tuple[str, int]]) -> str:
+    name, factor = scale_of(value, units)
     return f"{format_number(Fraction(value) / factor)} {name}"
 
 
-_SHOWN_BYTES: Final = [("PiB", 1 << 50), ("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1)]
-_SHOWN_NS: Final = [("s", 10**9), ("ms", 10**6), ("us", 10**3), ("ns", 1)]
+SHOWN_BYTES: Final = [("PiB", 1 << 50), ("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1)]
+SHOWN_NS: Final = [("s", 10**9), ("ms", 10**6), ("us", 10**3), ("ns", 1)]
 
 
 def format_bytes(value: Number) -> str:
     """'51.2 TiB'."""
-    return _format_scaled(value, _SHOWN_BYTES)
+    return _format_scaled(value, SHOWN_BYTES)
 
 
 def format_bandwidth(bytes_per_s: Number) -> str:
     """'≈ 30.27 GiB/s'."""
-    return _format_scaled(bytes_per_s, _SHOWN_BYTES) + "/s"
+    return _format_scaled(bytes_per_s, SHOWN_BYTES) + "/s"
 
 
 def format_ns(duration_ns: Number) -> str:
     """'100 ms'."""
     if duration_ns == 0:
         return "0 s"
-    return _format_scaled(duration_ns, _SHOWN_NS)
+    return _format_scaled(duration_ns, SHOWN_NS)
 
 
 def format_rate(per_s: Number) -> str:

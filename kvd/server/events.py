@@ -58,7 +58,7 @@ class Events:
             import zmq
         except ImportError:
             raise ConfigError(
-                "events.listen needs pyzmq, which is not installed: pip install 'kvd[events]', or leave it empty",
+                "events.listen needs pyzmq, which is not installed: pip install pyzmq, or leave it empty",
                 code="events", key="events.listen", value=config.listen,
             ) from None  # fmt: skip
         self._zmq = zmq

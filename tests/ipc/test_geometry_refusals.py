@@ -13,6 +13,7 @@ from geometry_world import (
     HEADS,
     HYBRID,
     LATENT,
+    LAYERS,
     STATE_PLANES,
     Engine,
     Prompt,
@@ -93,6 +94,17 @@ def test_a_manifest_that_names_its_geometry_takes_no_other(store: kvd.Store) -> 
             action()
 
 
+def test_a_namespace_that_names_no_geometry_keeps_to_the_first(ns: kvd.Namespace) -> None:
+    """Fails if each call is believed: objects of one size and another meaning would be scattered."""
+    same_size = kvd.Geometry.attention(layers=LAYERS, kv_heads=HEADS // 2, head_dim=2 * DIM, dtype="bfloat16")
+    chain = ns.chain(tokens(2 * CHUNK + 1), CHUNK)
+    write(ns, chain, Engine(Prompt(FULL, 2)), kvd.Split(), None)
+    with pytest.raises(CompatibilityError, match=r'extra=\{"geometry"') as error:
+        ns.acquire(chain, same_size)
+    assert error.value.code == "KVD-COMPAT-GEOMETRY"
+    assert ns.match(chain, FULL) == 2
+
+
 def test_objects_of_another_geometry_are_not_scattered(ns: kvd.Namespace) -> None:
     chain = ns.chain(tokens(2 * CHUNK + 1), CHUNK)
     with ns.reserve(chain, nbytes=64) as writes:
@@ -107,34 +119,37 @@ def test_objects_of_another_geometry_are_not_scattered(ns: kvd.Namespace) -> Non
         leases.scatter(cache, engine.ids)
 
 
-def test_a_cache_takes_part_in_its_own_geometry_only(ns: kvd.Namespace) -> None:
+def test_a_cache_takes_part_in_its_own_geometry_only(daemon: Any) -> None:
     """Group 0 has the same planes in both, and other layers: their bytes would be published under the wrong name."""
-    planes, window = kv_planes(HEADS, DIM, DIM, "bfloat16"), (kvd.Rule.WINDOW, 10)
-    low, high = (0, 1, 2), (3, 4, 5)
-    mine, other = (
-        kvd.Geometry(
-            [kvd.Group(kvd.Rule.FULL, full, planes), kvd.Group(window[0], slides, planes, window[1])]
+    running = daemon()
+    with kvd.connect(running.socket) as one, kvd.connect(running.socket) as two:
+        ns, theirs = one.namespace(manifest()), two.namespace(manifest())
+        planes, window = kv_planes(HEADS, DIM, DIM, "bfloat16"), (kvd.Rule.WINDOW, 10)
+        low, high = (0, 1, 2), (3, 4, 5)
+        mine, other = (
+            kvd.Geometry(
+                [kvd.Group(kvd.Rule.FULL, full, planes), kvd.Group(window[0], slides, planes, window[1])]
+            )
+            for full, slides in ((low, high), (high, low))
         )
-        for full, slides in ((low, high), (high, low))
-    )
-    chain, engine = ns.chain(tokens(2 * CHUNK + 1), CHUNK), Engine(Prompt(mine, 2))
-    cache = ns.register(engine.layout, engine.memory(chunks=2), geom=mine, group=0)
-    with (
-        pytest.raises(CompatibilityError, match=f"registered with geometry {mine.fingerprint}"),
-        ns.reserve(chain, geom=other, groups=[0]) as writes,
-    ):
-        writes.gather(cache, engine.ids)
-    for group in (0, 1):
-        write(ns, chain, Engine(Prompt(other, 2), group=group), kvd.Split(), None, groups=[group])
-    with (
-        ns.acquire(chain, other) as leases,
-        pytest.raises(CompatibilityError, match=f"these objects are of {other.fingerprint}"),
-    ):
-        leases.scatter(cache, engine.ids)
-    named = kvd.Geometry(mine.groups, mine.layers_count, "llama")
-    assert ns.reserve(chain, geom=named, groups=[0]).gather(cache, engine.ids) == 0, (
-        "the same, by another name"
-    )
+        chain, engine = ns.chain(tokens(2 * CHUNK + 1), CHUNK), Engine(Prompt(mine, 2))
+        cache = ns.register(engine.layout, engine.memory(chunks=2), geom=mine, group=0)
+        with (
+            pytest.raises(CompatibilityError, match=f"registered with geometry {mine.fingerprint}"),
+            theirs.reserve(chain, geom=other, groups=[0]) as writes,
+        ):
+            writes.gather(cache, engine.ids)
+        for group in (0, 1):
+            write(theirs, chain, Engine(Prompt(other, 2), group=group), kvd.Split(), None, groups=[group])
+        with (
+            theirs.acquire(chain, other) as leases,
+            pytest.raises(CompatibilityError, match=f"these objects are of {other.fingerprint}"),
+        ):
+            leases.scatter(cache, engine.ids)
+        named = kvd.Geometry(mine.groups, mine.layers_count, "llama")
+        assert ns.reserve(chain, geom=named, groups=[0]).gather(cache, engine.ids) == 0, (
+            "the same, by another name"
+        )
 
 
 def test_nothing_is_scattered_where_one_member_does_not_fit(ns: kvd.Namespace) -> None:
@@ -255,7 +270,7 @@ def test_no_block_is_written_twice_where_chunks_are_of_two_splits(ns: kvd.Namesp
             assert all((now == then).all() for now, then in zip(memory, before, strict=True))
 
 
-def test_a_cache_of_what_is_not_reserved_is_refused(ns: kvd.Namespace) -> None:
+def test_a_cache_of_what_is_not_reserved_is_refused(store: kvd.Store, ns: kvd.Namespace) -> None:
     """Fails without `EngineCache.stores`: 0 bytes came back and nothing was published, without a word."""
     chain = ns.chain(tokens(2 * CHUNK + 1), CHUNK)
     state, _ = state_cache(ns, 3, bytes(3 * HYBRID.state_bytes), "states")
@@ -265,6 +280,7 @@ def test_a_cache_of_what_is_not_reserved_is_refused(ns: kvd.Namespace) -> None:
     ):
         writes.gather(state, [0, 1])
     assert error.value.code == "KVD-USAGE-GROUP"
+    ns = store.namespace(manifest(revision="r2"))
     engine = Engine(Prompt(FULL, 2), tp=2, rank=1)
     other = ns.register(
         engine.layout, engine.memory(chunks=2), geom=FULL, split=kvd.Split(tp=2), rank=1, name="rank1"
@@ -292,3 +308,21 @@ def test_a_replica_gathers_nothing_beside_what_it_stores(ns: kvd.Namespace) -> N
     with ns.reserve(chain, geom=geom, split=kvd.Split(tp=2), rank=1) as writes:
         assert len(writes) == 1  # its half of the state
         assert writes.gather(cache, engine.ids) == 0
+
+
+def test_memory_is_registered_once_and_a_rank_with_its_split(ns: kvd.Namespace) -> None:
+    """Fails by scattering one layer over another, or by taking rank 1 for what the layout says."""
+    engine = Engine(Prompt(FULL, 2))
+    tensors = engine.memory()
+    with pytest.raises(CompatibilityError, match="tensors 0 and 2 are the same memory"):
+        ns.register(engine.layout, [tensors[0], tensors[1], tensors[0]], geom=FULL)
+    with pytest.raises(UsageError, match=r"rank.*split="):
+        ns.register(engine.layout, tensors, geom=FULL, rank=1)
+
+
+def test_numpy_holds_bfloat16_as_what_has_its_width(ns: kvd.Namespace) -> None:
+    engine = Engine(Prompt(FULL, 2))
+    words = [np.zeros((*one.shape[:-1], one.shape[-1] // 2), np.uint16) for one in engine.memory()]
+    ns.register(engine.layout, words, geom=FULL)
+    with pytest.raises(CompatibilityError, match="element type of plane k is int16"):
+        ns.register(engine.layout, [one.view(np.int16) for one in words], geom=FULL, name="signed")

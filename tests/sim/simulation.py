@@ -20,6 +20,7 @@ from unittest.mock import patch
 from kvd.core import administration, publishing
 from kvd.core import events as ev
 from kvd.core.core import CoreConfig
+from kvd.core.policy import policy_names
 from kvd.types import Member
 
 from .daemon import Crashed, Daemon
@@ -68,7 +69,7 @@ class Shape:
         self.clients_max = rng.choice((3, 5))
         self.processes_max = rng.choice((2, 3, 5))
         self.config = CoreConfig(
-            policy=rng.choice(("slru", "lru")), protected_share=rng.choice((0.25, 0.7)),
+            policy=rng.choice(policy_names), protected_share=rng.choice((0.25, 0.7)),
             evict_batch_families=rng.choice((1, 4, 64)), hard_pin_share=rng.choice((0.2, 0.5)),
             strict_duplicates=rng.random() < 0.5, journal_requests=3, ghosts=16,
             partial_grace_ns=rng.choice((0, SECOND_NS)), partial_idle_ns=rng.choice((0, SECOND_NS, 60 * SECOND_NS)),

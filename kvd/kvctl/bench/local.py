@@ -57,7 +57,7 @@ class Plan:
 def measure(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Run everything; returns {"rows": [Row…], "growth": …, "host": …}."""
     if importlib.util.find_spec("numpy") is None:
-        raise UsageError("the bench needs numpy: pip install 'kvd[numpy]'", code="numpy")
+        raise UsageError("the bench needs numpy: pip install numpy", code="numpy")
     cpus = sorted(os.sched_getaffinity(0))
     if len(cpus) < 2:
         raise UsageError(

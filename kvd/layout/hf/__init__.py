@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from kvd.errors import UsageError
+from kvd.layout.dtypes import DTYPE_BITS
 from kvd.layout.geometry import Geometry, Group
 from kvd.layout.hf import attention, state
 from kvd.layout.hf.fields import Fields, Types
@@ -134,10 +136,8 @@ def _text_config(config: Mapping[str, object], name: str) -> Fields:
             raise UsageError(
                 f"{name}: text_config: model_type is {inner!r}, not a string", code="config-field"
             )
-        return Fields(
-            nested, f"{name}: text_config", inner or _TEXT_OF.get(str(model_type), ""), str(model_type)
-        )
-    return Fields(config, name, str(model_type or ""), "")
+        return Fields(nested, f"{name}: text_config", inner or _TEXT_OF.get(str(model_type), ""))
+    return Fields(config, name, str(model_type or ""))
 
 
 def read(config: Mapping[str, object] | str, types: Types) -> Geometry:
@@ -157,6 +157,9 @@ def read(config: Mapping[str, object] | str, types: Types) -> Geometry:
             code="architecture", architecture=fields.model_type,
         )  # fmt: skip
     types.check()
+    model = fields.mapping.get("torch_dtype") or fields.mapping.get("dtype") or mapping.get("torch_dtype")
+    if isinstance(model, str) and model in DTYPE_BITS:  # what else it may be counts only where it is needed
+        types = replace(types, model=model)
     return Geometry(reader(fields, types), fields.layers(), fields.model_type)
 
 

@@ -72,14 +72,17 @@ def _uniform(window: int | None) -> Callable[[Fields, Types], list[Group]]:
     return reader
 
 
-def plain(fields: Fields, types: Types) -> list[Group]:
-    """Full attention in every layer; a class without a window refuses a config that has one."""
-    if fields.has("sliding_window"):
-        raise fields.refuse(
-            "sliding_window", f"is {fields.mapping['sliding_window']!r}", f"{fields.model_type} has no window"
-        )
-    planes = attention_planes(types, fields.kv_heads(), fields.head_dim())
-    return groups_of(fields, planes, ["full"] * fields.layers(), None)
+def _plain(head_dim: int | None = None) -> Callable[[Fields, Types], list[Group]]:
+    """Full attention in every layer: a config with a window is refused. `head_dim` is the default of the class."""
+
+    def reader(fields: Fields, types: Types) -> list[Group]:
+        if fields.has("sliding_window"):
+            found = f"is {fields.mapping['sliding_window']!r}"
+            raise fields.refuse("sliding_window", found, f"{fields.model_type} has no window")
+        planes = attention_planes(types, fields.kv_heads(), fields.head_dim(default=head_dim))
+        return groups_of(fields, planes, ["full"] * fields.layers(), None)
+
+    return reader
 
 
 def _qwen(head_dim: int | None) -> Callable[[Fields, Types], list[Group]]:
@@ -189,30 +192,30 @@ def falcon(fields: Fields, types: Types) -> list[Group]:
         kv_heads = fields.number("num_kv_heads", "n_head_kv", most=HEADS_MAX, default=heads)
     else:
         kv_heads = 1 if fields.flag("multi_query", True) else heads
-    planes = attention_planes(types, kv_heads, fields.head_dim("head_dim"))
+    planes = attention_planes(types, kv_heads, fields.head_dim())
     return groups_of(fields, planes, ["full"] * fields.layers(), None)
 
 
 def gpt_bigcode(fields: Fields, types: Types) -> list[Group]:
     """GPT BigCode: one KV head if multi_query, which is the default of its class."""
     kv_heads = 1 if fields.flag("multi_query", True) else fields.heads()
-    planes = attention_planes(types, kv_heads, fields.head_dim("head_dim"))
+    planes = attention_planes(types, kv_heads, fields.head_dim())
     return groups_of(fields, planes, ["full"] * fields.layers(), None)
 
 
 def all_heads(fields: Fields, types: Types) -> list[Group]:
     """One KV head for each query head, by construction of the class (GPT-2, GPT-NeoX, GPT-J, OPT, BLOOM)."""
-    planes = attention_planes(types, fields.heads(), fields.head_dim("head_dim"))
+    planes = attention_planes(types, fields.heads(), fields.head_dim())
     return groups_of(fields, planes, ["full"] * fields.layers(), None)
 
 
 READERS: Final[Mapping[str, Callable[[Fields, Types], list[Group]]]] = {
-    "llama": plain,
-    "phi": plain,
-    "granite": plain,
-    "stablelm": plain,
-    "cohere": plain,
-    "olmo2": plain,
+    "llama": _plain(),
+    "phi": _plain(),
+    "granite": _plain(),
+    "stablelm": _plain(),
+    "cohere": _plain(),
+    "olmo2": _plain(),
     "mistral": _uniform(4096),
     "mixtral": _uniform(None),
     "phi3": _uniform(None),
@@ -221,12 +224,7 @@ READERS: Final[Mapping[str, Callable[[Fields, Types], list[Group]]]] = {
     "qwen2_moe": _qwen(None),
     "qwen3": _qwen(128),
     "qwen3_moe": _qwen(None),
-    "gemma": lambda fields, types: groups_of(
-        fields,
-        attention_planes(types, fields.kv_heads(), fields.head_dim(default=256)),
-        ["full"] * fields.layers(),
-        None,
-    ),
+    "gemma": _plain(256),
     "gemma2": _patterned(2, window=4096, head_dim=256, heads=8),
     "gemma3_text": _patterned(6, window=4096, head_dim=256, heads=8),
     "gpt_oss": _patterned(2, window=128, head_dim=64, heads=64),

@@ -35,7 +35,7 @@ class Types:
 
     `state` is for recurrent states ("" : as the architecture's own implementation keeps it), `conv` for the
     inputs that a causal convolution still needs, of which `conv_columns_less` fewer than the kernel is wide
-    are kept (0: Transformers, 1: engines that keep kernel - 1).
+    are kept (0: Transformers, 1: engines that keep kernel - 1). `model` is what the config says the model computes in.
     """
 
     k: str
@@ -44,6 +44,20 @@ class Types:
     state: str = ""
     conv: str = ""
     conv_columns_less: int = 0
+    model: str = ""
+
+    def computed(self, field: str) -> str:
+        """What a state is kept in that follows the model: K's type, or, where that is quantised, the model's own.
+
+        Raises UsageError(dtype) naming `field` where that is not known.
+        """
+        if dtype_bits(self.k) >= 16 or self.model:
+            return self.k if dtype_bits(self.k) >= 16 else self.model
+        raise UsageError(
+            f"{field} is not known: K is kept in {self.k}, states are not, and the config has no torch_dtype; give "
+            f"{field}=",
+            code="dtype", field=field,
+        )  # fmt: skip
 
     def check(self) -> None:
         """Raise UsageError(dtype) for a type that is unknown."""
@@ -64,7 +78,6 @@ class Fields:
     mapping: Mapping[str, object]
     name: str
     model_type: str
-    wrapper: str
 
     def refuse(self, field: str, found: str, allowed: str) -> UsageError:
         """The error for one field."""
@@ -93,13 +106,15 @@ class Fields:
 
         Two names for one thing that disagree are refused.
         """
-        present = [(name, self.mapping[name]) for name in names if self.has(name)]
-        for name, value in present:
+        first: tuple[str, int] | None = None
+        for name in filter(self.has, names):
+            value = self.mapping[name]
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise self.refuse(name, f"is {value!r}", f"allowed is a whole number in 1 … {most}")
-            if value != present[0][1]:
-                raise self.refuse(name, f"is {value}", f"{present[0][0]} says {present[0][1]}")
-        return int(str(present[0][1])) if present else None
+            first = first or (name, value)
+            if value != first[1]:
+                raise self.refuse(name, f"is {value}", f"{first[0]} says {first[1]}")
+        return first[1] if first else None
 
     def number(self, *names: str, most: int, default: int | None = None) -> int:
         """As `maybe`, but absent is the default of the model class, or refused."""

@@ -35,12 +35,12 @@ def _columns(fields: Fields, types: Types, *names: str, default: int | None = No
     return kernel - types.conv_columns_less
 
 
-def _state_dtype(types: Types, default: str = "float32") -> str:
-    return types.state or default
+def _state_dtype(types: Types) -> str:
+    return types.state or "float32"
 
 
 def _conv_dtype(types: Types) -> str:
-    return types.conv or types.k
+    return types.conv or types.computed("conv_dtype")
 
 
 def mamba2_planes(
@@ -260,7 +260,9 @@ def minimax(fields: Fields, types: Types) -> list[Group]:
     if kinds is None:
         raise fields.refuse("attn_type_list", "is missing", "it or layer_types says which layers attend")
     head_dim = fields.head_dim()
-    state = (Plane("state", fields.heads(), head_dim * head_dim, _state_dtype(types, types.k)),)
+    state = (
+        Plane("state", fields.heads(), head_dim * head_dim, types.state or types.computed("state_dtype")),
+    )
     return _hybrid(fields, kinds, attention_planes(types, fields.kv_heads(), head_dim), state)
 
 
@@ -268,8 +270,9 @@ def kimi_linear(fields: Fields, types: Types) -> list[Group]:
     """Kimi Linear: KDA and latent attention; the layer lists of `linear_attn_config` count from 1."""
     layers = fields.layers()
     nested = fields.mapping.get("linear_attn_config")
-    inner = Fields(nested if isinstance(nested, Mapping) else {}, f"{fields.name}: linear_attn_config",
-                   fields.model_type, "")  # fmt: skip
+    inner = Fields(
+        nested if isinstance(nested, Mapping) else {}, f"{fields.name}: linear_attn_config", fields.model_type
+    )
     kinds = fields.listed("layer_types", _BLOCKS)
     if kinds is None:
         full, kda = inner.mapping.get("full_attn_layers"), inner.mapping.get("kda_layers")

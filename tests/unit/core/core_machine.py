@@ -431,6 +431,12 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 class LruMachine(CoreMachine):
-    """The same under the other policy."""
+    """The same under another policy."""
 
     policy = "lru"
+
+
+class ValueMachine(CoreMachine):
+    """And under the third."""
+
+    policy = "value"

@@ -9,6 +9,7 @@ from core_world import MIB, World, chain, key8, key_of
 
 from kvd.core import events as ev
 from kvd.core.core import CoreConfig
+from kvd.core.policy import policy_names
 from kvd.types import Member
 
 TWO = (Member(0, 64 * 1024), Member(1, 64 * 1024))
@@ -90,7 +91,7 @@ def test_b3_what_is_given_back_is_named_by_its_reservation() -> None:
     world.check_content()
 
 
-@pytest.mark.parametrize("policy", ["lru", "slru"])
+@pytest.mark.parametrize("policy", policy_names)
 def test_b5_probing_never_protects(policy: str) -> None:
     """Fails if a match kept a family from leaving: with everything just probed, a full pool still gives room."""
     world = World(segments=[4 * MIB], config=CoreConfig(policy=policy))

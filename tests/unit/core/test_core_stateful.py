@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from core_machine import CoreMachine, LruMachine
+from core_machine import CoreMachine, LruMachine, ValueMachine
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -44,7 +44,7 @@ hunt = settings(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [CoreMachine, LruMachine])
+@pytest.mark.parametrize("machine", [CoreMachine, LruMachine, ValueMachine])
 def test_core_agrees_with_a_plain_model(machine: type[CoreMachine]) -> None:
     run_state_machine_as_test(machine, settings=thorough)
 

@@ -11,6 +11,7 @@ from core_world import MIB, World, chain
 from kvd.core import events as ev
 from kvd.core import snapshot
 from kvd.core.core import Core, CoreConfig
+from kvd.core.policy import policy_names
 from kvd.core.trace import CHECK_EVENTS, EVENTS, Replay, TracedCore, decode_event, encode_event
 from kvd.errors import CapacityError, CompatibilityError, InvariantError, ProtocolError, UnavailableError
 from kvd.types import Member
@@ -79,7 +80,7 @@ def replayed(records):
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("policy", ["slru", "lru"])
+@pytest.mark.parametrize("policy", policy_names)
 def test_a_trace_replays_to_the_same_state(seed, policy):
     world, records = traced_world(seed, config=CoreConfig(policy=policy, ghosts=8))
     some_life(world, 120, seed + 100)

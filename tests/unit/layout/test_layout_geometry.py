@@ -423,3 +423,52 @@ def test_a_config_that_is_no_mapping_says_what_to_give() -> None:
 class _TorchType:
     def __str__(self) -> str:
         return "torch.bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("config", "plane"),
+    [
+        (
+            {
+                "model_type": "qwen3_next",
+                "num_hidden_layers": 4,
+                "full_attention_interval": 4,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 64,
+                "hidden_size": 256,
+                "linear_num_key_heads": 4,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 32,
+                "linear_value_head_dim": 32,
+                "linear_conv_kernel_dim": 4,
+            },
+            "conv_q",
+        ),
+        (
+            {
+                "model_type": "minimax",
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "hidden_size": 256,
+                "head_dim": 64,
+                "layer_types": ["full_attention", "linear_attention"],
+            },
+            "state",
+        ),
+    ],
+    ids=["conv", "state"],
+)
+def test_a_quantised_cache_does_not_quantise_states(config: dict[str, object], plane: str) -> None:
+    """Fails if a state takes K's type whatever it is."""
+
+    def kept(kv_dtype: str, **changes: object) -> str:
+        geom = Geometry.from_hf_config({**config, **changes}, dtype=kv_dtype)
+        return next(p.dtype for group in geom.groups for p in group.planes if p.name == plane)
+
+    assert kept("float16", torch_dtype="bfloat16") == "float16"
+    assert kept("float8_e4m3fn", torch_dtype="bfloat16") == "bfloat16"
+    assert kept("float8_e4m3fn", dtype="float16") == "float16"
+    with pytest.raises(UsageError, match="is not known: K is kept in float8_e4m3fn"):
+        kept("float8_e4m3fn", torch_dtype="complex")

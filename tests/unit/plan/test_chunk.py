@@ -191,8 +191,8 @@ def test_smaller_chunks_lose_less_of_a_shared_prefix_and_make_more_objects() -> 
         ([96], {}, "allowed: a divisor or a multiple of 64"),
         ([8], {}, "not a multiple of the engine's block of 16"),
         ([64, 64], {}, "name one twice"),
-        ([], {}, "chunk sizes = 0 is below 1"),
-        ([0], {}, "chunk tokens = 0 is below 1"),
+        ([], {}, "number of --chunk-tokens = 0 is below 1"),
+        ([0], {}, "--chunk-tokens = 0 is below 1"),
         ([64], {"capacity_bytes": 639}, "capacity = 639 B holds no chunk of 64 tokens"),
     ],
 )

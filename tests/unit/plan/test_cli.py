@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from kvd.kvctl import plan_tables
 from kvd.kvctl.plan import app
+from kvd.shm import layout
 
 CAPACITY = (
     "capacity --prefixes 32768 --prefix-tokens 8192 --bytes-per-token 131072 --replicas 2 --hosts 128 "
@@ -20,6 +24,12 @@ NETWORK = "network --rate 200/s --hit 0.75 --bytes 1GiB --link 400Gbit --efficie
 BREAKEVEN = "breakeven --bytes 1GiB --bandwidth 20GiB/s --lookup 2ms --h2d 40ms --sync 8ms"
 SAMPLES = "--prefill-sample 1024=60ms --prefill-sample 8192=700ms --prefill-sample 32768=6s"
 ROUTE = "route --host warm:queue=800ms,lookup=2ms,load=98ms,session --host cold:queue=10ms,prefill=300ms"
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal of 80 columns. In a pipe nothing is wrapped."""
+    monkeypatch.setattr(plan_tables, "console", lambda: Console(file=sys.stdout, width=80, highlight=False))
 
 
 def run(line: str, *more: str) -> Result:
@@ -57,10 +67,9 @@ def test_capacity_takes_the_bytes_of_a_token_from_a_config(tmp_path: Path) -> No
 def test_own_metadata_comes_from_a_benchmark(tmp_path: Path) -> None:
     bench = tmp_path / "bench.json"
     bench.write_text('{"metadata_bytes_per_object": 399.5}')
-    assert (
-        answers(f"{CAPACITY} --bench {bench}", "Objects and metadata")["own_metadata_bytes"]
-        == 1_048_576 * 400
-    )
+    assert answers(f"{CAPACITY} --bench {bench}", "Objects and metadata")[
+        "own_metadata_bytes"
+    ] == 1_048_576 * (400 + 3 * layout.SIZES["Record"])
     for text in (
         "[]",
         "{}",
@@ -83,7 +92,7 @@ def test_network_prints_the_matrix_and_that_it_is_a_bound() -> None:
     assert matrix == {"nodes": ["cache", "engines"], "bytes_per_s": [[0, 150 << 30], [100 << 30, 0]]}
 
 
-def test_large_matrices_are_cut_and_say_so() -> None:
+def test_large_matrices_are_cut_and_say_so(narrow: None) -> None:
     result = run(f"{NETWORK} --hosts 20 --local 5% --hot 0.3")
     assert result.exit_code == 0
     assert "(6 of 20, the rest like the last)" in result.stdout
@@ -139,7 +148,7 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def test_chunk(trace: Path) -> None:
+def test_chunk(trace: Path, narrow: None) -> None:
     line = f"chunk --trace {trace} --bytes-per-token 1000 --chunk-tokens 512 --chunk-tokens 1024 --tp 2"
     result = run(line)
     assert result.exit_code == 0
@@ -214,6 +223,12 @@ def test_refusals(line: str, says: str) -> None:
     assert says in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
     assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+def test_what_the_user_wrote_is_told_as_it_is() -> None:
+    """A path that looks like a field of a plan."""
+    result = run("chunk --bytes-per-token 1 --trace", "/no/such/hosts = 3.jsonl")
+    assert "--trace = /no/such/hosts = 3.jsonl: No such file" in " ".join(result.stderr.split())
 
 
 def test_refusals_in_json_are_json() -> None:

@@ -76,7 +76,7 @@ def test_bandwidth_for_a_draw_is_where_it_flips() -> None:
         ({"bandwidth_bytes_per_s": Fraction(0)}, "bandwidth = 0 must be greater"),
         ({"size_bytes": 0}, "bytes = 0 is below 1"),
         ({"lookup_ns": -1}, "lookup = -1 is below 0"),
-        ({"queue_cold_ns": -1}, "queue cold = -1"),
+        ({"queue_cold_ns": -1}, "--queue-cold = -1"),
     ],
 )
 def test_break_even_refuses(change: dict[str, int], says: str) -> None:
@@ -231,7 +231,7 @@ def test_the_itl_limit_is_respected() -> None:
     plan = RoutePlan(candidates=(fast, slow, Candidate("new")), itl_limit_ns=50 * MS)
     assert plan.chosen is slow
     assert plan.refusal(fast) == "ITL 60 ms > limit 50 ms"
-    assert plan.answers["refused:new"] == "its ITL is not known"
+    assert plan.refusal(plan.candidates[2]) == "its ITL is not known"
     none = RoutePlan(candidates=(fast,), itl_limit_ns=50 * MS)
     assert none.chosen is None
     assert none.conclusion.startswith("No host can take the request within the ITL limit")
@@ -242,7 +242,7 @@ def test_the_itl_limit_is_respected() -> None:
 @pytest.mark.parametrize(
     ("candidates", "says"),
     [
-        ((), "hosts = 0 is below 1"),
+        ((), "number of --host = 0 is below 1"),
         ((COLD, COLD), "'cold' is given twice"),
         ((replace(COLD, session=True), replace(WARM, session=True)), "cold, warm all hold the session"),
     ],

@@ -47,7 +47,7 @@ def test_every_real_model_keeps_and_needs_what_the_layout_says() -> None:
             assert kept.stored_bytes(8_192, 3) == geom.stored_bytes(8_192, snapshots=3), path.name
             for chunk_tokens in (64, 256, 2_048):
                 objects = geom.objects(chunk_tokens=chunk_tokens, tp=tp)
-                assert kept.chunk_members_count + kept.snapshot_members_count == len(objects)
+                assert sum(group.members_count for group in kept.groups) == len(objects)
                 rule = Completeness(geom, chunk_tokens)
                 for chunks in (0, 1, 2, 3, 7, 16, 40):
                     masks = rule.required(chunks, Split(tp=tp).code)
@@ -184,7 +184,7 @@ def test_a_window_pays_from_a_length_at_which_all_of_it_would_not() -> None:
         (lambda: Footprint((HYBRID.groups[0],) * 2), "a name is given twice"),
         (lambda: PrefixRead(footprint=HYBRID, tokens=100, chunk_tokens=16), "allowed: 96 or 112"),
         (lambda: PrefixRead(footprint=HYBRID, tokens=10, chunk_tokens=16), "allowed: 16"),
-        (lambda: PrefixRead(footprint=HYBRID, tokens=0), "prefix tokens = 0"),
+        (lambda: PrefixRead(footprint=HYBRID, tokens=0), "--prefix-tokens = 0"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(make: object, says: str) -> None:
@@ -258,6 +258,7 @@ def test_a_model_of_states_keeps_a_snapshot_a_prefix_and_no_chunks() -> None:
         ({"snapshots_count": 0}, "snapshots = 0 is below 1"),
         ({"snapshots_count": 5}, "allowed: 1 … 4"),
         ({"snapshots_count": 3, "shared_tokens": 32}, "with 2 chunks of its own"),
+        ({"snapshots_count": 1, "shared_tokens": 64}, "allowed: leave it out"),
         ({"snapshots_count": 1, "footprint": Footprint.by_hand(1)}, "no states are kept"),
         ({"chunk_tokens": 65}, "nothing would ever be stored"),
     ],

@@ -149,8 +149,10 @@ LOAD = "breakeven --bytes 1GiB --bandwidth 20GiB/s"
         (f"{HAND} --usable 80", "did you mean 80%?"),
         (f"{NETWORK} --store-bytes 1GiB", "--store-bytes = 1GiB without --store-rate"),
         (f"{NETWORK} --efficiency 0", "--efficiency = 0 must be greater than 0"),
-        (f"{NETWORK} --hosts 2 --replicas 3", "--replicas = 3 with --hosts = 2"),
+        (f"{NETWORK} --replicas 2", "--replicas = 2 without --store-rate"),
+        (f"{NETWORK} --store-rate 1/s --hosts 2 --replicas 3", "--replicas = 3 with --hosts = 2"),
         (f"{LOAD} --prefill-saved 1s --socket /x", "--socket = /x without --measure"),
+        (f"{LOAD} --prefill-saved 1s --measure --lookup 0 --h2d 0", "nothing is left to measure"),
         (f"{LOAD} --prefill-saved 1s --bytes-per-token 5", "without a length"),
         (f"{LOAD} --prefill-saved 1s --chunk-tokens 256", "--chunk-tokens = 256 without the model"),
         (f"{LOAD} --prefill-saved 1s --prefix-tokens 5", "--prefix-tokens = 5 with --prefill-saved"),
@@ -225,6 +227,8 @@ def test_an_overloaded_network_is_told_before_little_is_refused() -> None:
     assert result.exit_code == 0
     assert "1 link cannot carry it" in result.stdout
     assert "the queue grows without end" in result.stdout
+    stores = "network --rate 0/s --hit 0 --bytes 1GiB --link 400Gbit --store-rate 50/s --latency 50ms"
+    assert "nothing crosses" not in run(stores).stdout
     found = ledgers(f"{NETWORK} --links 9 --latency 50ms")["Loads in flight (Little's law)"]
     assert found["answers"]["in_flight_mean"] == 7.5
     assert found["steps"][0]["label"] == "capacity"

@@ -142,7 +142,7 @@ def test_extrapolation_is_told_below_and_above_the_samples() -> None:
     assert one.conclusion.startswith("Every prefix is worth loading, from 1 token on")
     chunk = length(cost=LoadCost(0, 200 * GIB, None, 0), chunk_tokens=256)
     assert chunk.conclusion.startswith("Every prefix is worth loading, from 256 tokens on")
-    with pytest.raises(UsageError, match="chunk tokens = 4096 is above"):
+    with pytest.raises(UsageError, match="--chunk-tokens = 4096 is above"):
         length(tokens_max=1_024, chunk_tokens=4_096)
 
 
@@ -159,10 +159,10 @@ def test_what_the_length_leaves_out_is_told() -> None:
 
 
 def test_parts_not_given_are_named_and_measured_ones_are_not() -> None:
-    typed = _costs(None, GIB, None, ("20GiB/s", "2ms", None, None, None, None))
+    typed = _costs(None, GIB, None, "20GiB/s", {"lookup": "2ms"})
     assert typed["not_given"] == ("copy to GPU", "sync", "queue waits")
     assert typed["measured"] == ()
-    asked = _costs(RATES, GIB, None, (None, None, None, "8ms", "1ms", None))
+    asked = _costs(RATES, GIB, None, None, {"h2d": None, "sync": "8ms", "queue_reuse": "1ms"})
     assert asked["measured"] == ("bandwidth", "lookup", "copy")
     assert asked["not_given"] == ()
     plan = BreakEvenPlan(size_bytes=GIB, prefill_saved_ns=MS, **asked)
@@ -180,7 +180,7 @@ def test_a_measured_lookup_is_scaled_to_the_chunks_of_the_prefix(
     tokens: int, chunk: int, expected: int
 ) -> None:
     read = PrefixRead(footprint=Footprint.by_hand(131_072), tokens=tokens, chunk_tokens=chunk)
-    found = _costs(RATES, read.size_bytes, read, (None,) * 6)
+    found = _costs(RATES, read.size_bytes, read, None, {})
     assert found["lookup_ns"] == expected
     assert ("in proportion" in found["notes"][0]) == (chunk > 1)
 

@@ -392,12 +392,13 @@ def test_what_a_client_calls_itself_can_be_shown(world):
 def test_strict_mode_and_another_split_leave_the_daemon_alive(world, keys):
     """A member that the family does not have differs from nothing; looked for all the same, it ended the daemon."""
     here = world(objects={"strict_duplicates": True})
-    one = here.attach()
-    reservation, _, statuses = one.reserve(keys(1), members=4)  # before there is a family of another split
+    one, other = here.attach(), here.attach()
+    reservation, _, statuses = other.reserve(keys(1), members=4)  # before there is a family
     assert one.store(keys(1), members=2) == [Published.PUBLISHED] * 2
-    assert one.publish(reservation, len(statuses)) == [Published.PRESENT] * 4
-    assert one.store(keys(1), members=4) == [], "told at reserve"
+    assert other.publish(reservation, len(statuses)) == [Published.PRESENT] * 4
+    assert other.reserve(keys(1), members=4)[0] == 0, "afterwards it is told at once"
     assert one.client.attached
+    assert other.client.attached
 
 
 def test_a_client_that_is_gone_leaves_no_mapping(world):
