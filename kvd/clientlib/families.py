@@ -175,9 +175,8 @@ class FamilyLeases(Leases):
         by_split: dict[int, list[int]] = {}
         for number in todo:
             by_split.setdefault(present[number - self.first_chunk][1], []).append(number - todo.start)
-        work: list[
-            tuple[Read, list[tuple[memoryview, ...]], Any]
-        ] = []  # all of it is looked at before the first byte moves
+        # All of it is looked at before the first byte moves.
+        work: list[tuple[Read, list[tuple[memoryview, ...]], Any]] = []
         for code, rows in by_split.items():
             numbers = [todo.start + row for row in rows]
             for read in cache.reads(self._families, code):

@@ -195,15 +195,14 @@ class Namespace:
         if found is None:
             self._check_geometry(geom)
             found = self._families[fingerprint, chunk_tokens] = Families(geom, chunk_tokens)
+            self._geometry = fingerprint
         self._recent = (geom, found)
         return found
 
     def _check_geometry(self, geom: Geometry) -> None:
         """One namespace has one geometry: that of its manifest, or else the first that is used here."""
         named = self.manifest.extra.get("geometry", self._geometry)
-        if named is None:
-            self._geometry = geom.fingerprint
-        elif named != geom.fingerprint:
+        if named is not None and named != geom.fingerprint:
             by = "the manifest names" if "geometry" in self.manifest.extra else "this namespace is used with"
             raise CompatibilityError(
                 f"{by} geometry {named}, this one is {geom.fingerprint}: another geometry is another namespace; name "
@@ -254,6 +253,7 @@ class Namespace:
             geom, number, layout, tensors, split or Split(), rank_of(rank) or Rank(), self._forget
         )
         self._caches[key] = cache
+        self._geometry = geom.fingerprint  # not before: what is refused is not used
         return cache
 
     def _forget(self, cache: EngineCache) -> None:

@@ -105,6 +105,15 @@ def test_a_namespace_that_names_no_geometry_keeps_to_the_first(ns: kvd.Namespace
     assert ns.match(chain, FULL) == 2
 
 
+def test_a_registration_that_is_refused_does_not_choose_the_geometry(ns: kvd.Namespace) -> None:
+    """Fails if the geometry is taken before the tensors were looked at: the right one would be refused then."""
+    engine = Engine(Prompt(FULL, 2))
+    wider = kvd.Geometry.attention(layers=LAYERS, kv_heads=HEADS, head_dim=2 * DIM, dtype="bfloat16")
+    with pytest.raises(CompatibilityError, match="planes"):
+        ns.register(engine.layout, engine.memory(), geom=wider)
+    ns.register(engine.layout, engine.memory(), geom=FULL)
+
+
 def test_objects_of_another_geometry_are_not_scattered(ns: kvd.Namespace) -> None:
     chain = ns.chain(tokens(2 * CHUNK + 1), CHUNK)
     with ns.reserve(chain, nbytes=64) as writes:
