@@ -4,8 +4,10 @@ Owns the numbering of operations and who waits for which answer. Any thread may 
 sleeps on the wake socket and hands answers to the others. An event loop registers once and is woken by the same socket.
 
 An answer that comes after its caller gave up is not lost: a late RESERVED is given back with ABORT, so that a timeout
-never leaks slots. Messages that nobody waits for (ABORT) and that the ring has no room for are kept until it has. While
-any of this is due a thread of its own sees to it, so that an idle client does not sit on what it was granted too late.
+never leaks slots. Messages that nobody waits for (ABORT) and that the ring has no room for are kept until it has; many
+answers that nobody waits for are taken out of the other ring, since a daemon that finds no room in it reads no further.
+While any of this is due a thread of its own sees to it, so that an idle client does not sit on what it was granted too
+late.
 
     waiting ── answer ──▶ done
        └── deadline ──▶ abandoned ── RESERVED arrives ──▶ ABORT due ──▶ sent
@@ -29,15 +31,16 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvd import limits
-from kvd.clientlib import background
+from kvd.clientlib import background, call_errors
 from kvd.clientlib.native_errors import NATIVE, translate
-from kvd.errors import CapacityError, KvdError, LifecycleError, ProtocolError, UnavailableError, UsageError
+from kvd.errors import KvdError, ProtocolError, UsageError
 from kvd.shm import messages
 from kvd.shm.messages import Cq, Sq
 
 _POLL_FRAMES = 64
 _FULL_RING_PAUSE_NS = 1_000_000
 _LATE_LOOK_NS = 20_000_000
+_POSTED_MAX = 512  # answers that may lie in the ring until somebody calls: the smallest has room for them
 
 Answer = tuple[int, bytes]
 
@@ -73,7 +76,7 @@ class _Waiter:
             try:
                 self.loop.call_soon_threadsafe(_settle, self.future, answer)
             except RuntimeError:
-                self.answer = _loop_closed()
+                self.answer = call_errors.loop_closed()
                 return False
         return True
 
@@ -159,6 +162,7 @@ class Calls:
         self._loops = self._ends.loops
         self._abandoned: set[int] = set()  # reservations nobody waits for any more
         self._due: deque[tuple[Sq, bytes]] = deque()  # what the ring had no room for, and nobody waits for
+        self._posted: set[int] = set()  # sent, and the answers nobody waits for are still to come
         self._collector: threading.Thread | None = None
         self.lost: KvdError | None = None
         self.on_lost: Callable[[], None] | None = None
@@ -173,7 +177,7 @@ class Calls:
         try:
             self._wait(waiter, end_ns)
             if waiter.answer is None:
-                raise _deadline(kind, deadline_s)
+                raise call_errors.deadline(kind, deadline_s)
         except BaseException:
             self._give_up(kind, op, waiter)
             raise
@@ -230,7 +234,7 @@ class Calls:
             self._asleep = False
         if result < 0:
             self._drain()
-            self.fail(_gone())
+            self.fail(call_errors.gone())
 
     def _stir_leader(self) -> None:
         if self._asleep and self._leader != threading.get_ident():
@@ -258,13 +262,13 @@ class Calls:
         except BaseException as error:
             self._give_up(kind, op, waiter)
             if isinstance(error, TimeoutError):
-                raise _deadline(kind, deadline_s) from None
+                raise call_errors.deadline(kind, deadline_s) from None
             raise
 
     async def _submit_async(self, kind: Sq, payload: bytes, waiter: _Waiter, end_ns: int) -> int:
         while (op := self._try_submit(kind, payload, waiter)) is None:
             if time.monotonic_ns() >= end_ns:
-                raise _ring_full()
+                raise call_errors.ring_full()
             self._drain()
             await asyncio.sleep(_FULL_RING_PAUSE_NS / 1e9)
         return op
@@ -290,13 +294,13 @@ class Calls:
                     break
             else:
                 self._drain()
-                self.fail(_gone())
+                self.fail(call_errors.gone())
                 self._leave_loop()
                 return
         except BlockingIOError:
             pass
         except OSError as error:
-            self.fail(_gone(error))
+            self.fail(call_errors.gone(error))
             self._leave_loop()
             return
         try:
@@ -329,7 +333,7 @@ class Calls:
         while (op := self._try_submit(kind, payload, waiter)) is None:
             left_ns = end_ns - time.monotonic_ns()
             if left_ns <= 0:
-                raise _ring_full()
+                raise call_errors.ring_full()
             # The ring drains as answers come; look again at each, at the latest after a pause.
             pause_ns = min(left_ns, _FULL_RING_PAUSE_NS)
             if self._lead(pause_ns):
@@ -346,17 +350,17 @@ class Calls:
         op = next(self._ops)
         with self._changed:  # who fails takes all that wait, and those that come later are refused
             if self.lost is not None:
-                raise _refusal(kind, self.lost)
+                raise call_errors.refusal(kind, self.lost)
             self._waiting[op] = waiter
         try:
             pushed = 0 if self._due else self._rings.submit(kind, op, payload)
         except NATIVE as error:
             self._waiting.pop(op, None)
-            raise _unfit(kind, payload, error) from None
+            raise call_errors.unfit(kind, payload, error) from None
         if not pushed:
             self._waiting.pop(op, None)
             if waiter.answer is not None:  # failed meanwhile
-                raise _refusal(kind, self.lost or _ring_full())
+                raise call_errors.refusal(kind, self.lost or call_errors.ring_full())
             return None
         if pushed & 2:
             self.wake_daemon()
@@ -369,7 +373,7 @@ class Calls:
         except BlockingIOError:
             pass
         except OSError as error:
-            self.fail(_gone(error))
+            self.fail(call_errors.gone(error))
 
     def _drain(self) -> bool:
         """Take what answers there are and hand them over; send what is due. Whether there was an answer."""
@@ -405,21 +409,25 @@ class Calls:
             self._waiting.pop(op, None)
             if isinstance(waiter.answer, tuple):
                 self._late(waiter.answer[0], op, waiter.answer[1])
-            elif waiter.answer is None and kind == Sq.RESERVE and self.lost is None:
-                self._abandoned.add(op)
-                self._start_collector()
+            elif waiter.answer is None and self.lost is None:
+                (self._abandoned if kind == Sq.RESERVE else self._posted).add(op)
+                self._collect_if_due()
 
-    def _start_collector(self) -> None:
+    def _collect_if_due(self) -> None:
         with self._changed:
-            if self._collector is None and not self._closing:
+            due = self._abandoned or self._due or len(self._posted) > _POSTED_MAX
+            if due and self._collector is None and not self._closing:
                 self._collector = background.start(self._collect, "kvd-late")
 
     def _collect(self) -> None:
-        """Wait for late answers and send what is due, until there is neither; led like the work of those who call."""
+        """Send what is due and take the answers nobody waits for, until there is neither; led like any caller's work.
+
+        A daemon whose answers find no room reads no further: what was sent is done only once its answer was taken.
+        """
         while True:
             with self._changed:
                 over = self.lost is not None or background.leaving.is_set()
-                if over or not (self._abandoned or self._due):
+                if over or not (self._abandoned or self._due or self._posted):
                     self._collector = None
                     return
             pause_ns = _FULL_RING_PAUSE_NS if self._due else _LATE_LOOK_NS
@@ -432,6 +440,7 @@ class Calls:
 
     def _late(self, kind: int, op: int, payload: bytes) -> None:
         self._abandoned.discard(op)
+        self._posted.discard(op)
         if kind != Cq.RESERVED:
             return
         reservation, _, statuses = messages.parse_reserved(payload)
@@ -444,21 +453,22 @@ class Calls:
             return
         self._due.append((kind, payload))
         self._send_due()
-        if self._due:
-            self._start_collector()
+        self._collect_if_due()
 
     def _send_due(self) -> None:
         with self._changed:
             while self._due and self.lost is None:
                 kind, payload = self._due[0]
+                op = next(self._ops)
                 try:
-                    pushed = self._rings.submit(kind, next(self._ops), payload)
+                    pushed = self._rings.submit(kind, op, payload)
                 except NATIVE:  # closed meanwhile: everything comes back with that
                     self._due.clear()
                     return
                 if not pushed:
                     return
                 self._due.popleft()
+                self._posted.add(op)
                 if pushed & 2:
                     self.wake_daemon()
 
@@ -470,6 +480,7 @@ class Calls:
                 self.lost = error
             waiters = [waiter for waiter in self._waiting.values() if waiter.answer is None]
             self._due.clear()
+            self._posted.clear()
             for waiter in waiters:
                 waiter.resolve(error)
             self._changed.notify_all()
@@ -520,16 +531,6 @@ class Calls:
         self._ends.close()
 
 
-def _refusal(kind: Sq, lost: KvdError) -> KvdError:
-    """What a call gets once the daemon is gone: what that daemon had granted is over, whoever follows it."""
-    if kind is Sq.PUBLISH and isinstance(lost, UnavailableError):
-        return LifecycleError(
-            "the daemon that granted this reservation is gone: it is over, reserve anew and write again",
-            code="reservation-over",
-        )
-    return lost
-
-
 def _here(loop: asyncio.AbstractEventLoop) -> bool:
     """Whether this thread may touch the loop: it runs here, or nowhere."""
     try:
@@ -554,36 +555,3 @@ def check_batch(families: int, members: int) -> None:
             f"several batches of at most {most} chunks: chain[:{most}], then chain[{most}:{2 * most}], and so on",
             code="batch", families=families, members=members, chunks_max=most,
         )  # fmt: skip
-
-
-def _gone(cause: OSError | None = None) -> KvdError:
-    why = f" ({cause.strerror})" if cause is not None and cause.strerror else ""
-    return UnavailableError(
-        f"the daemon is gone{why}: leases stay readable, attach again for more", code="daemon-gone"
-    )
-
-
-def _deadline(kind: Sq, deadline_s: float) -> KvdError:
-    return UnavailableError(
-        f"the daemon did not answer {kind.name} within {deadline_s:.3g} s; nothing was published by it",
-        code="deadline", deadline_s=deadline_s,
-    )  # fmt: skip
-
-
-def _loop_closed() -> KvdError:
-    return UsageError("the event loop that waited for this answer was closed", code="loop")
-
-
-def _unfit(kind: Sq, payload: bytes, error: Exception) -> KvdError:
-    if "does not fit the ring" not in str(error):
-        return translate(error)
-    return UsageError(
-        f"a {kind.name} of {len(payload)} B: {error}; use smaller batches, or raise clients.sq_size",
-        code="batch", size_bytes=len(payload),
-    )  # fmt: skip
-
-
-def _ring_full() -> KvdError:
-    return CapacityError(
-        "the request ring is full: the daemon is not keeping up; try again later", code="ring-full"
-    )

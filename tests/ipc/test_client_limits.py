@@ -266,6 +266,36 @@ def test_an_abort_that_finds_the_ring_full_is_sent_later(daemon: Any) -> None:
         until_reserved(running, 0)  # nobody calls anything
 
 
+def test_an_abort_is_done_though_answers_nobody_reads_fill_the_ring(daemon: Any) -> None:
+    """Fails if the client takes no more answers once the abort is sent: the daemon, which finds no room for the answer
+    to what lies before it, reads no further until somebody calls.
+    """
+    running = daemon()
+    with kvd.connect(running.socket) as store:
+        ns = namespace(store)
+        writes = ns.reserve(chain_of(ns, 4), nbytes=SIZE)
+        while not running.call("status")["counters"]["answers_deferred"]:
+            while store.native.submit(Sq.PING, 1 << 40, b""):
+                pass
+            store.calls.wake_daemon()
+        while store.native.submit(Sq.PING, 1 << 40, b""):
+            pass
+        writes.abort()
+        until_reserved(running, 0)  # nobody calls anything
+
+
+def test_what_is_sent_without_waiting_is_done_though_all_of_it_found_room(daemon: Any) -> None:
+    """Fails if only what is due starts the taking of answers: they fill their ring, and the abort lies behind them."""
+    running = daemon(clients={"sq_size": "4MiB", "cq_size": "512KiB"})
+    with kvd.connect(running.socket) as store:
+        ns = namespace(store)
+        writes = ns.reserve(chain_of(ns, 4), nbytes=SIZE)
+        for _ in range(40_000):  # 16 B each way
+            store.calls.post(Sq.PING, b"")
+        writes.abort()
+        until_reserved(running, 0)  # nobody calls anything
+
+
 def test_a_reservation_keeps_its_deadline_though_its_namespace_is_new(daemon: Any) -> None:
     """Fails if the registration waits by the store's own deadline, or for another thread's turn without one."""
     running = daemon()
