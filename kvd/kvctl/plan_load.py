@@ -24,6 +24,7 @@ from kvd.kvctl.plan_options import (
     contradiction,
     guarded,
     model,
+    named_parts,
     plots_for,
     report,
     whole,
@@ -52,7 +53,10 @@ def breakeven(
     h2d: Annotated[str | None, typer.Option(help="Copy of these bytes to the GPU. Default: 0.")] = None,
     sync: Annotated[str | None, typer.Option(help="Synchronisation. Default: 0.")] = None,
     hidden: Annotated[
-        str, typer.Option(help="Time of load and copy that overlaps with compute, like 20ms.")
+        str,
+        typer.Option(
+            help="Time of load and copy that overlaps with compute, like 20ms; `timeline` derives it."
+        ),
     ] = "0",
     queue_reuse: Annotated[
         str | None, typer.Option(help="Queue wait if the prefix is reused. Default: 0.")
@@ -347,27 +351,11 @@ def route(
 def _candidate(text: str) -> Candidate:
     """One --host. Parts not named are 0, and said so; an ITL not named is unknown."""
     parts = ("queue", "lookup", "load", "prefill", "handoff")
-    allowed = (*parts, "itl")
-    name, _, rest = text.rpartition(":") if "=" in text or ":" in text else (text, "", "")
-    times: dict[str, int] = {}
-    session = False
-    for part in filter(None, (part.strip() for part in rest.split(","))):
-        key, equals, value = part.partition("=")
-        if part == "session":
-            session = True
-        elif not equals or key not in allowed:
-            raise UsageError(
-                f"--host = {text!r}: unknown part {part!r}; allowed: {', '.join(allowed)} with a time, and session",
-                code="host", value=text,
-            )  # fmt: skip
-        elif key in times:
-            raise UsageError(
-                f"--host = {text!r}: {key} is given twice; allowed: once", code="host", value=text
-            )
-        else:
-            times[key] = units.parse_duration_ns(value, f"--host {name}: {key}")
+    name, found = named_parts("--host", text, (*parts, "itl"), "a time", ("session",))
+    session = found.pop("session", None) is not None
+    times = {key: units.parse_duration_ns(value, f"--host {name}: {key}") for key, value in found.items()}
     missing = tuple(part for part in parts if part not in times)
-    found = Candidate(
+    candidate = Candidate(
         host=name,
         queue_ns=times.get("queue", 0),
         lookup_load_ns=times.get("lookup", 0) + times.get("load", 0),
@@ -383,4 +371,4 @@ def _candidate(text: str) -> Candidate:
             f"{name}:PART=TIME,… with at least one of {', '.join(parts)}",
             code="host", value=text,
         )  # fmt: skip
-    return found
+    return candidate

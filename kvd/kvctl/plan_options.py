@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, ParamSpec
 
@@ -85,6 +85,30 @@ MetadataOption = Annotated[str, typer.Option("--metadata", help="Metadata per ob
 def contradiction(message: str, allowed: str) -> UsageError:
     """Two options that cannot both be meant, or one that would be ignored without another."""
     return UsageError(f"{message}; allowed: {allowed}", code="contradiction")
+
+
+def named_parts(
+    option: str, text: str, parts: Sequence[str], value: str, flags: Sequence[str] = ()
+) -> tuple[str, dict[str, str]]:
+    """'name:part=value,flag' as its name and its parts; a flag has no value. UsageError: unknown, or given twice."""
+    name, _, rest = text.rpartition(":") if "=" in text or ":" in text else (text, "", "")
+    found: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in rest.split(","))):
+        key, equals, given = part.partition("=")
+        if part not in flags and (not equals or key not in parts):
+            also = f", and {', '.join(flags)}" if flags else ""
+            raise UsageError(
+                f"{option} = {text!r}: unknown part {part!r}; allowed: {', '.join(parts)} with {value}{also}",
+                code=option.strip("-"), value=text,
+            )  # fmt: skip
+        if key in found and key not in flags:
+            raise UsageError(
+                f"{option} = {text!r}: {key} is given twice; allowed: once",
+                code=option.strip("-"),
+                value=text,
+            )
+        found[key] = given
+    return name, found
 
 
 class PlanGroup(TyperGroup):

@@ -17,18 +17,22 @@ from kvd.plan import units
 from kvd.plan.breakeven_ledger import BreakEvenLength, BreakEvenPlan
 from kvd.plan.capacity import CapacityPlan
 from kvd.plan.chunk import ChunkSweep
+from kvd.plan.cost import CostPlan
 from kvd.plan.network import NetworkPlan
 from kvd.plan.objects import ObjectsPlan
 from kvd.plan.routing import RoutePlan
+from kvd.plan.timeline import TimelinePlan
 
 # Told apart also by people who do not see red and green apart.
 BLUE, ORANGE, GREEN, PINK, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#666666"
 # No line of the grid runs through a text.
 LEGEND: dict[str, Any] = {"framealpha": 1.0, "edgecolor": "none", "facecolor": "white"}
 HEADROOM = 1.1  # of an axis above its highest point
-HOST_CHARS_MAX = 56
+NAME_CHARS_MAX = 56
 GRID_POINTS = 200
 FIGURE_HEIGHT_MAX = 60  # inches
+LAYERS_EDGED_MAX = 64
+STAGE_COLOURS = {"load": ORANGE, "copy to GPU": PINK, "suffix": BLUE, "all computed": GREEN}
 DECADES_MIN = 20  # a logarithmic scale needs more between its ends, or it has no ticks
 
 
@@ -64,6 +68,18 @@ def _save(figure: Any, path: Path) -> None:
 
 def _plain(value: float, _: int | None = None) -> str:
     return f"{value:,.10g}"
+
+
+def _text(said: str) -> str:
+    """A name somebody gave is text, not mathematics."""
+    return said.replace("$", r"\$")
+
+
+def _short(name: str) -> str:
+    """A name that fits a picture."""
+    if len(name) <= NAME_CHARS_MAX:
+        return name
+    return f"{name[: NAME_CHARS_MAX // 2]}…{name[-NAME_CHARS_MAX // 2 + 1 :]}"
 
 
 def _counts(axis: Any, values: Sequence[int]) -> None:
@@ -274,16 +290,13 @@ def draw_route(plan: RoutePlan, path: Path) -> None:
         start = [a + b for a, b in zip(start, widths, strict=True)]
     for row, host in enumerate(hosts):
         refusal = plan.refusal(host)
-        name = host.host if len(host.host) <= HOST_CHARS_MAX else (
-            f"{host.host[: HOST_CHARS_MAX // 2]}…{host.host[-HOST_CHARS_MAX // 2 + 1 :]}"
-        )  # fmt: skip
+        name = _short(host.host)
         total = f"{units.format_number(Fraction(host.total_ns, factor), 3)} {unit}"
         text = ", ".join(filter(None, (
             f"{name}{' (session)' if host.session else ''}: {total}",
             "chosen" if host is chosen else "", f"out: {refusal}" if refusal else "",
         )))  # fmt: skip
-        # A host's name is text, not mathematics.
-        axis.text(0, row + 0.26, text.replace("$", r"\$"), va="bottom", fontsize=9,
+        axis.text(0, row + 0.26, _text(text), va="bottom", fontsize=9,
                   fontweight="bold" if host is chosen else "normal",
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0})  # fmt: skip
     axis.set_yticks([])
@@ -291,6 +304,56 @@ def draw_route(plan: RoutePlan, path: Path) -> None:
              xlim=(0, max(*start, 1e-9) * 1.05), ylim=(-0.4, len(hosts) - 0.3))  # fmt: skip
     axis.xaxis.set_major_formatter(_plain)
     figure.legend(loc="outside lower center", ncols=4, **LEGEND)
+    _save(figure, path)
+
+
+def draw_timeline(plan: TimelinePlan, path: Path) -> None:
+    """A row for each stage, a bar for each layer; below them what computing all takes, if that is known."""
+    figure, (axis,) = _figure()
+    unit, factor = units.scale_of(plan.shown_ns, units.SHOWN_NS)
+    spans = {one.name: one.spans for one in plan.stages}
+    edge = 0.6 if plan.layers_count <= LAYERS_EDGED_MAX else 0.0  # tells layers apart that are wider than it
+    end = float(plan.shown_ns / factor) * 1.04 or 1.0
+    figure.set_figheight(2.2 + 0.45 * len(plan.rows))
+    for at, (name, begin, over) in enumerate(plan.rows):
+        bars = [(float(a / factor), float((b - a) / factor)) for a, b in spans.get(name, ((begin, over),))]
+        axis.broken_barh(bars, (-at - 0.32, 0.64), facecolors=STAGE_COLOURS.get(name, GREY), edgecolor="white",
+                         linewidth=edge)  # fmt: skip
+        if over > plan.shown_ns:
+            axis.text(end * 0.99, -at, f"… {units.format_ns(over)}", color="white", ha="right", va="center")
+    first = float(plan.first_token_ns / factor)
+    axis.axvline(first, color="black", linestyle="--", linewidth=1.0,
+                 label=f"first token: {units.format_ns(plan.first_token_ns)}")  # fmt: skip
+    axis.set_yticks([-at for at in range(len(plan.rows))], [name for name, _, _ in plan.rows])
+    parts = units.counted(plan.layers_count, "part")
+    axis.set(xlabel=f"{unit} after the request", xlim=(0, end), ylim=(-len(plan.rows) + 0.4, 0.6),
+             title=f"A load in {parts}: {units.format_ns(plan.hidden_ns)} of "
+             f"{units.format_ns(plan.in_turn_ns)} overlap")  # fmt: skip
+    axis.xaxis.set_major_formatter(_plain)
+    figure.legend(loc="outside lower center", **LEGEND)
+    _save(figure, path)
+
+
+def draw_cost(plan: CostPlan, path: Path) -> None:
+    """Cost of 1,000 good requests, and the share of the offered ones that are good, a bar each case."""
+    figure, (left, right) = _figure(2)
+    names = [_text(_short(case.name)) for case in plan.cases]
+    at = range(len(names))
+    for axis, values, text, colour in (
+        (left, [case.price_of_shown for case in plan.cases], units.format_number, BLUE),
+        (right, [case.good_share for case in plan.cases], units.format_share, GREEN),
+    ):
+        heights = [float(value or 0) for value in values]
+        bars = axis.bar(at, heights, width=0.5, color=colour, zorder=2)
+        axis.bar_label(
+            bars, ["no good request" if value is None else text(value) for value in values], fontsize=9
+        )
+        axis.set_xticks(list(at), names)
+        axis.set_ylim(0, max(*heights, 0) * HEADROOM or 1)
+    left.set(title="Cost of 1,000 good requests", ylabel=_text(plan.currency))
+    right.set(title="Good requests of those offered", ylim=(0, HEADROOM))
+    left.yaxis.set_major_formatter(_plain)
+    right.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     _save(figure, path)
 
 

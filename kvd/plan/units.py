@@ -31,6 +31,7 @@ plan_bandwidth_bytes_per_s_max: Final = 1 << 60
 plan_duration_ns_max: Final = 366 * 86_400 * NS_PER_S
 plan_rate_per_s_max: Final = 10**12
 plan_count_max: Final = 1 << 60
+plan_price_max: Final = 10**12
 
 _BYTE_UNITS: Final[dict[str, int]] = {
     "B": 1,
@@ -158,6 +159,17 @@ def parse_rate(text: str, field: str = "rate") -> Fraction:
     """Events a second, exactly: '200/s', '12/min'. UsageError: unknown unit, out of range."""
     value = _scaled(text, field, "200/s", _RATE_UNITS_PER_S, None)
     return check_number(field, value, 0, plan_rate_per_s_max, shown=text, unit="/s")
+
+
+def parse_price(text: str, field: str = "price") -> Fraction:
+    """An amount of money, exactly: '98.32'. UsageError: a unit, below 0."""
+    number, unit = _split(text, field, "98.32")
+    if unit:
+        raise UsageError(
+            f"{field} = {text!r}: unknown unit {unit!r}; allowed: a number, like 98.32",
+            code="unit", field=field, value=text, unit=unit,
+        )  # fmt: skip
+    return check_number(field, number, 0, plan_price_max, shown=text)
 
 
 def parse_share(text: str, field: str = "share") -> Fraction:

@@ -15,10 +15,12 @@ from kvd.plan.breakeven import LoadCost
 from kvd.plan.breakeven_ledger import BreakEvenLength, BreakEvenPlan, PrefillFit
 from kvd.plan.capacity import CapacityPlan
 from kvd.plan.chunk import RecordedRequest, SweepSetup, sweep
+from kvd.plan.cost import Case, CostPlan
 from kvd.plan.footprint import Footprint, KeptGroup, PrefixRead
 from kvd.plan.network import NetworkPlan
 from kvd.plan.objects import ObjectsPlan
 from kvd.plan.routing import Candidate, RoutePlan
+from kvd.plan.timeline import TimelinePlan
 from kvd.plan.units import GIB, TIB
 
 pytest.importorskip("matplotlib")
@@ -205,3 +207,38 @@ def test_without_matplotlib_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(UsageError) as caught:
         plan_plots._figure()
     assert "pip install matplotlib" in caught.value.message
+
+
+@pytest.mark.parametrize(("layers", "saved", "unit"), [(1, None, "ms"), (32, 700 * MS, "ms"), (400, 1, "ms")])
+def test_a_timeline_has_a_bar_for_each_part_of_each_stage(
+    layers: int, saved: int | None, unit: str, drawn: list[Any]
+) -> None:
+    plan = TimelinePlan(
+        size_bytes=GIB, bandwidth_bytes_per_s=Fraction(20 * GIB), layers_count=layers, suffix_ns=60 * MS, sync_ns=MS,
+        copy_ns=40 * MS, prefill_saved_ns=saved,
+    )  # fmt: skip
+    plan_plots.draw_timeline(plan, NOWHERE)
+    (figure,) = drawn
+    (axis,) = figure.axes
+    names = ["sync", "load", "copy to GPU", "suffix", *(["all computed"] if saved is not None else [])]
+    assert labels(axis.yaxis) == names
+    bars = {name: len(one.get_paths()) for name, one in zip(names, axis.collections, strict=True)}
+    assert bars == {name: layers if name in ("load", "copy to GPU", "suffix") else 1 for name in names}
+    assert axis.get_xlabel() == f"{unit} after the request"
+    assert axis.get_xlim()[1] >= float(plan.first_token_ns / MS)
+    assert ("760 ms" in " ".join(text.get_text() for text in axis.texts)) == (saved == 700 * MS)
+    assert all(inside(figure, one) for one in (*axis.texts, *axis.get_yticklabels(), *figure.legends))
+
+
+def test_a_case_without_a_good_request_is_drawn_as_that(drawn: list[Any]) -> None:
+    def case(name: str, good: int) -> Case:
+        return Case(name=name, hosts_count=1, host_price=Fraction(90), extra_price=Fraction(0),
+                    offered_per_s=Fraction(12), good_per_s=Fraction(good))  # fmt: skip
+
+    plan_plots.draw_cost(CostPlan(cases=(case("a$b$", 0), case("kvd", 9)), currency="US$"), NOWHERE)
+    (figure,) = drawn
+    left, right = figure.axes
+    assert [text.get_text() for text in left.texts] == ["no good request", "≈ 2.78"]
+    assert [text.get_text() for text in right.texts] == ["0 %", "75 %"]
+    assert left.get_ylabel() == r"US\$"
+    assert all(inside(figure, one) for one in (*left.texts, *right.texts, *left.get_xticklabels()))
