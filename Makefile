@@ -162,6 +162,7 @@ bench-engines: $(VLLM)/stamp-kvd $(VENV)/stamp-demo $(VENV)/stamp-test
 	-$(BIN)/python benchmarks/engines_transformers.py --json build/bench-engines-transformers.json
 	-$(VLLM)/bin/python benchmarks/engines_vllm.py
 	-$(VLLM)/bin/python benchmarks/engines_vllm_turns.py
+	-$(VLLM)/bin/python benchmarks/engines_vllm_timeline.py
 	@$(BIN)/python benchmarks/engines_vllm_report.py
 
 # -- native code on its own -------------------------------------------------------------------------------

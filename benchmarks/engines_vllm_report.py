@@ -2,8 +2,9 @@
 
     python benchmarks/engines_vllm_report.py [--folder build]
 
-Reads what engines_vllm.py, engines_vllm_turns.py and engines_transformers.py have written into the folder; writes
-bench-engines.json and bench-engines.png there. Exit code 1 if a target is missed, or if a part is missing.
+Reads what engines_vllm.py, engines_vllm_turns.py, engines_vllm_timeline.py and engines_transformers.py have written
+into the folder; writes bench-engines.json, bench-engines.png and bench-engines-timeline.png there. Exit code 1 if a
+target is missed, or if a part is missing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from engines_vllm import REPORTED, ROOT, TARGETS
 
 matplotlib.use("Agg")
 
-PARTS = ("bench-engines-vllm.json", "bench-engines-vllm-turns.json", "bench-engines-transformers.json")
+PARTS = ("bench-engines-vllm.json", "bench-engines-vllm-turns.json", "bench-engines-timeline.json",
+         "bench-engines-transformers.json")  # fmt: skip
 ALL = {**TARGETS, "transformers_speedup": (">=", 15.0)}
 COLOURS = {"local": "#8c8c8c", "limited": "#c44e52", "kvd": "#4c72b0", "restart": "#2a4d7c", "cold": "#dd8452",
            "down": "#937860"}  # fmt: skip
@@ -71,6 +73,31 @@ def picture(turns: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def timeline_picture(given: dict[str, Any], path: Path) -> None:
+    """Lookup, bands that are loaded and layers that are computed, on one scale."""
+    said, raw = given["timeline"], given["raw"]
+    figure, axis = plt.subplots(figsize=(9, 3.6), layout="constrained", dpi=120)
+    rows = (("lookup", "lookup", "#666666"), ("load, a band each", "load", "#d55e00"),
+            ("step is prepared", "prepare", "#56b4e9"), ("suffix, a layer each", "compute", "#0072b2"))  # fmt: skip
+    for at, (_, name, colour) in enumerate(rows):
+        bars = [(begin * 1e3, (end - begin) * 1e3) for begin, end in raw[name]]
+        axis.broken_barh(bars, (-at - 0.32, 0.64), facecolors=colour, edgecolor="white", linewidth=0.5)
+    first = said["first_token_ms"]
+    axis.axvline(first, color="black", linestyle="--", linewidth=1, label=f"first token: {first:.0f} ms")
+    axis.set_yticks([-at for at in range(len(rows))], [title for title, _, _ in rows])
+    axis.set(xlabel="ms after the request", xlim=(0, first * 1.04), ylim=(-len(rows) + 0.4, 0.6))
+    axis.set_title(
+        f"vLLM on a CPU: {given['prefix']:,} tokens loaded ({raw['loaded_bytes'] / 2**20:.0f} MiB) beside "
+        f"{given['suffix']} computed; all of them computed: {said['all_computed_ms']:,.0f} ms", fontsize=10,
+    )  # fmt: skip
+    axis.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", framealpha=1, edgecolor="none")
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def main() -> int:
     """Read, print, draw, judge."""
     parser = argparse.ArgumentParser(
@@ -101,6 +128,11 @@ def main() -> int:
         result |= {name: turns[name] for name in ("shape", "limit", "variants")}
         picture(turns, folder / "bench-engines.png")
         print(f"picture: {folder / 'bench-engines.png'}")
+    timeline = parts.get("bench-engines-timeline.json")
+    if timeline is not None:
+        result["timeline"] = timeline["timeline"]
+        timeline_picture(timeline, folder / "bench-engines-timeline.png")
+        print(f"picture: {folder / 'bench-engines-timeline.png'}")
     (folder / "bench-engines.json").write_text(json.dumps(result, indent=1))
     return 1 if missed or missing else 0
 

@@ -176,18 +176,21 @@ def summary(result: dict[str, Any], ttft_max_s: float, tpot_max_s: float) -> dic
         times = request["token_s"]
         ttft.append(times[0] - request["sent_s"])
         itl += [b - a for a, b in itertools.pairwise(times)]
-        tpot.append((times[-1] - times[0]) / max(1, len(times) - 1))
+        # Of an answer of one token there is no time per output token: it is good by its first token alone.
+        own_tpot = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
+        tpot += [own_tpot] if own_tpot is not None else []
         e2e.append(times[-1] - request["sent_s"])
-        good += ttft[-1] <= ttft_max_s and tpot[-1] <= tpot_max_s
+        good += ttft[-1] <= ttft_max_s and (own_tpot is None or own_tpot <= tpot_max_s)
     kvd, prompt_tokens, count = result["kvd"], result["prompt_tokens"], len(result["requests"])
     needed_bytes = prompt_tokens * result.get("bytes_per_token", 0)
     return {
         "requests": count,
-        **{f"{name}_{q}_s": quantile(values, p) for name, values in
+        **{f"{name}_{q}_s": quantile(values, p) if values else None for name, values in
            (("ttft", ttft), ("itl", itl), ("tpot", tpot), ("e2e", e2e)) for q, p in (("p50", 0.5), ("p95", 0.95))},
         "ttft_mean_s": statistics.fmean(ttft),
         "goodput_per_s": good / result["took_s"],
         "good_share": good / count,
+        "host_s_per_good": result["took_s"] / good if good else None,
         "hit_rate_requests": kvd.get("loads", 0) / count,
         "hit_rate_tokens": kvd.get("hit_tokens", 0) / prompt_tokens,
         "hit_rate_bytes": kvd.get("loaded_bytes", 0) / needed_bytes if needed_bytes else 0.0,
@@ -203,10 +206,16 @@ ROWS = (
     ("itl_p95_s", "ITL p95, s"),
     ("tpot_p50_s", "TPOT p50, s"), ("e2e_p50_s", "E2E p50, s"), ("e2e_p95_s", "E2E p95, s"),
     ("goodput_per_s", "goodput, requests/s"), ("good_share", "within the limit"),
+    ("host_s_per_good", "host-seconds a good one"),
     ("hit_rate_requests", "kvd hits, by request"), ("hit_rate_tokens", "kvd hits, by token"),
     ("hit_rate_bytes", "kvd hits, by byte"), ("prompt_tokens", "prompt tokens"),
     ("skipped_tokens", "of them not computed"), ("took_s", "all took, s"), ("failures", "failures"),
 )  # fmt: skip
+
+
+def _cell(value: float | None) -> str:
+    """'-' for what is not defined."""
+    return "-" if value is None else str(value) if isinstance(value, int) else f"{value:.3f}"
 
 
 def table(summaries: dict[str, dict[str, Any]]) -> str:
@@ -214,9 +223,7 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
     lines = [f"{'':24}" + "".join(f"{name:>10}" for name in summaries)]
     for key, title in ROWS:
         values = [one[key] for one in summaries.values()]
-        lines.append(
-            f"{title:24}" + "".join(f"{v:>10}" if isinstance(v, int) else f"{v:>10.3f}" for v in values)
-        )
+        lines.append(f"{title:24}" + "".join(f"{_cell(v):>10}" for v in values))
     return "\n".join(lines)
 
 
