@@ -2,15 +2,19 @@
 
     python benchmarks/engines_vllm.py [--rounds 6] [--quick] [--json build/bench-engines-vllm.json]
 
-Starts a daemon and four kinds of engines, two processes of each: without kvd, with kvd that looks but does not store,
-with kvd, with kvd configured but no daemon. They take turns, one prompt each, so that other work hits all of them.
-Model: the checkpoint of examples/make_checkpoint.py, prompts of 2,000 tokens, float32, block size 32. 22 GiB of memory.
+Starts a daemon and engines of four kinds: without kvd, with kvd that looks but does not store, with kvd, with kvd
+configured but no daemon. Two processes of one kind differ by up to a quarter for as long as they live, so what kvd
+costs is taken within a process: prompts with kvd and with kvd taken out of both roles of the connector, in turn; a
+prompt is over when all of it is published. The median of the ratios of neighbours is taken. The kinds take turns too,
+so that other work hits all of them. Model: the checkpoint of examples/make_checkpoint.py, prompts of 2,000 tokens,
+float32, block size 32. 12 GiB of memory.
 
     vllm_ttft_cold_over_kvd       time to the first token, computed ÷ loaded from kvd (own prefix cache dropped)
     vllm_ttft_kvd_over_local_hit  the same, loaded from kvd ÷ hit in the engine's own prefix cache
-    vllm_miss_overhead            throughput on prompts that never repeat, kvd looking ÷ no kvd
-    store_overlap                 throughput while all of that is stored ÷ no kvd
-    vllm_daemon_down              throughput with kvd configured and no daemon ÷ no kvd
+    vllm_miss_overhead            throughput on prompts that never repeat, kvd looking ÷ kvd taken out
+    store_overlap                 throughput while all of that is stored ÷ kvd taken out
+    vllm_daemon_down              throughput with kvd configured and no daemon ÷ kvd taken out
+    vllm_processes_differ         time of a process without kvd ÷ with kvd taken out: what two processes differ by
     scheduler_hook_p50_us         match, leases, metadata of a step that loads 128 blocks; p99 beside a control loop's
     scheduler_alone_p50_us        the same hooks called one after the other, without an engine's steps between them
     scheduler_arrival_p50_us      naming those 128 blocks, once a request, when it is queued
@@ -22,13 +26,14 @@ Model: the checkpoint of examples/make_checkpoint.py, prompts of 2,000 tokens, f
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +42,8 @@ sys.path.insert(0, str(ROOT / "tests" / "engines"))
 
 PROMPT_TOKENS = 2000
 LONG_TOKENS = 128 * 32 + 1
-PROCESSES = 2  # of each kind
-SEEDS = {"plain": 1000, "looking": 1200, "storing": 1400, "down": 1600}
+PAIRS_A_ROUND = 2
+SEEDS = {"plain": 10_000, "looking": 20_000, "storing": 30_000, "down": 40_000}
 TARGETS = {
     "vllm_ttft_cold_over_kvd": (">=", 6.0),
     "vllm_ttft_kvd_over_local_hit": ("<=", 2.0),
@@ -47,8 +52,9 @@ TARGETS = {
     "scheduler_hook_p50_us": ("<=", 100.0),
 }
 REPORTED = (
-    "vllm_daemon_down", "scheduler_hook_p99_us", "scheduler_alone_p50_us", "scheduler_alone_p99_us",
-    "scheduler_arrival_p50_us", "scheduler_allocated_p50_us", "control_p50_us", "control_p99_us",
+    "vllm_daemon_down", "vllm_processes_differ", "scheduler_hook_p99_us", "scheduler_alone_p50_us",
+    "scheduler_alone_p99_us", "scheduler_arrival_p50_us", "scheduler_allocated_p50_us", "control_p50_us",
+    "control_p99_us",
 )  # fmt: skip
 
 
@@ -74,12 +80,39 @@ def serve(given: dict[str, Any]) -> None:
             answer = engine.counters()
         elif ask["do"] == "hooks":
             answer = hooks(engine, ask["rounds"]) | hooks_alone(engine, 20 * ask["rounds"])
+        elif ask["do"] == "unknown":
+            answer = {"took_s": unknown(engine, ask["seed"], with_kvd=ask["with_kvd"])}
         else:
             prompt = lib.prompt_of(ask["tokens"], ask["seed"])
             began = time.perf_counter()
             run = engine.run(prompt, ask["output"])
             answer = {"took_s": time.perf_counter() - began, "cached": run["cached"], "tokens": run["tokens"]}
         print("ANSWER " + json.dumps(answer), flush=True)
+
+
+@contextlib.contextmanager
+def taken_out(engine: Any) -> Iterator[None]:
+    """kvd out of both roles: what vLLM has of a connector that does nothing at all."""
+    scheduler, worker = engine.connectors
+    sides = scheduler.scheduler, worker.worker
+    scheduler.scheduler = worker.worker = None
+    try:
+        yield
+    finally:
+        scheduler.scheduler, worker.worker = sides
+
+
+def unknown(engine: Any, seed: int, *, with_kvd: bool | None) -> float:
+    """Seconds for a prompt that never was, until all is published; None: there is no kvd to be taken out."""
+    import vllm_lib as lib
+
+    with taken_out(engine) if with_kvd is False else contextlib.nullcontext():
+        began = time.perf_counter()
+        run = engine.run(lib.prompt_of(PROMPT_TOKENS, seed), 16)
+        assert run["cached"] == 0, (seed, run)
+        if with_kvd:
+            engine.connectors[1].worker.flush(10)
+        return time.perf_counter() - began
 
 
 def hooks(engine: Any, rounds: int) -> dict[str, Any]:
@@ -251,27 +284,31 @@ def first_tokens(kvd: Remote, rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def throughput(engines: dict[tuple[str, int], Remote], rounds: int) -> dict[str, Any]:
-    """Prompts that never repeat, in turn on each engine; the fastest process of each kind is compared.
+def throughput(engines: dict[str, Remote], rounds: int) -> dict[str, Any]:
+    """Prompts that never repeat, with kvd and without in turn on each engine."""
+    took: dict[tuple[str, bool | None], list[float]] = {}
+    used = dict(SEEDS)
 
-    Two processes of one kind differ by up to a quarter for as long as they live, so one of each would compare luck.
-    """
-    took: dict[tuple[str, int], list[float]] = {key: [] for key in engines}
-    order = list(engines.items())
-    for n in range(rounds):
-        first = n % len(order)
-        for key, engine in order[first:] + order[:first]:
-            # Prompts of its own for each: what one engine stores another would find.
-            run = engine.run(SEEDS[key[0]] + 50 * key[1] + n, 16)
-            assert run["cached"] == 0, (key, run)
-            took[key].append(run["took_s"])
-    medians = {key: statistics.median(times) for key, times in took.items()}
-    best = {name: min(took_s for (kind, _), took_s in medians.items() if kind == name) for name in SEEDS}
+    def one(name: str, *, with_kvd: bool | None) -> None:
+        answer = engines[name].ask("unknown", seed=used[name], with_kvd=with_kvd)
+        used[name] += 1
+        took.setdefault((name, with_kvd), []).append(answer["took_s"])
+
+    for n in range(PAIRS_A_ROUND * rounds):
+        one("plain", with_kvd=None)
+        for name in ("looking", "storing", "down"):
+            for with_kvd in (True, False) if n % 2 else (False, True):
+                one(name, with_kvd=with_kvd)
+    ratios = {
+        name: median_ratio(took[name, False], took[name, True]) for name in ("looking", "storing", "down")
+    }
+    called = {True: "with", False: "without", None: "alone"}
     return {
-        **{f"{name}_{copy}_s": times for (name, copy), times in took.items()},
-        "vllm_miss_overhead": best["plain"] / best["looking"],
-        "store_overlap": best["plain"] / best["storing"],
-        "vllm_daemon_down": best["plain"] / best["down"],
+        **{f"{name}_{called[with_kvd]}_s": times for (name, with_kvd), times in took.items()},
+        "vllm_miss_overhead": ratios["looking"],
+        "store_overlap": ratios["storing"],
+        "vllm_daemon_down": ratios["down"],
+        "vllm_processes_differ": median_ratio(took["plain", None], took["looking", False]),
     }
 
 
@@ -320,7 +357,7 @@ def main() -> int:
 
 def measure(folder: Path, model: Path, rounds: int) -> dict[str, Any]:
     """Everything, in one run."""
-    engines: dict[tuple[str, int], Remote] = {}
+    engines: dict[str, Remote] = {}
     with Daemon(folder) as daemon:
         try:
             kinds: tuple[tuple[str, str | None, dict[str, Any]], ...] = (
@@ -329,13 +366,13 @@ def measure(folder: Path, model: Path, rounds: int) -> dict[str, Any]:
                 ("storing", daemon.socket, {}),
                 ("down", str(folder / "nobody.sock"), {}),
             )
-            for copy, (name, socket, extra) in itertools.product(range(PROCESSES), kinds):
-                log = ROOT / "build" / f"bench-engines-vllm-{name}-{copy}.log"
-                engines[name, copy] = Remote(model, socket, extra, log)
+            for name, socket, extra in kinds:
+                log = ROOT / "build" / f"bench-engines-vllm-{name}.log"
+                engines[name] = Remote(model, socket, extra, log)
             for engine in engines.values():  # warm
                 engine.run(1, 16)
                 engine.run(2, 16)
-            storing = engines["storing", 0]
+            storing = engines["storing"]
             result = first_tokens(storing, rounds) | throughput(engines, rounds)
             taken = storing.ask("hooks", rounds=10 * rounds)
             for name in ("hook", "arrival", "allocated", "alone"):

@@ -81,7 +81,8 @@ def timeline_picture(given: dict[str, Any], path: Path) -> None:
             ("step is prepared", "prepare", "#56b4e9"), ("suffix, a layer each", "compute", "#0072b2"))  # fmt: skip
     for at, (_, name, colour) in enumerate(rows):
         bars = [(begin * 1e3, (end - begin) * 1e3) for begin, end in raw[name]]
-        axis.broken_barh(bars, (-at - 0.32, 0.64), facecolors=colour, edgecolor="white", linewidth=0.5)
+        edge = colour if len(bars) == 1 else "white"  # white between parts, and a line at least of one alone
+        axis.broken_barh(bars, (-at - 0.32, 0.64), facecolors=colour, edgecolor=edge, linewidth=0.5)
     first = said["first_token_ms"]
     axis.axvline(first, color="black", linestyle="--", linewidth=1, label=f"first token: {first:.0f} ms")
     axis.set_yticks([-at for at in range(len(rows))], [title for title, _, _ in rows])
