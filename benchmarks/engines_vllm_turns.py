@@ -14,7 +14,7 @@ Every variant is a fresh engine process:
     cold      kvd looks and stores, and never finds anything (a salt for each request)
     down      kvd configured, no daemon
 
-What each figure means is in docs/engines.md, "Benchmarks". Exit code 1 if kvd does not help: with it, and after a
+What each figure means is in docs/performance.md, "Engines". Exit code 1 if kvd does not help: with it, and after a
 restart, fewer prompt tokens must be computed and the first token must come sooner than in "limited".
 """
 
@@ -170,7 +170,7 @@ class Client:
 
 
 def summary(result: dict[str, Any], ttft_max_s: float, tpot_max_s: float) -> dict[str, Any]:
-    """The figures of one variant; docs/engines.md defines each."""
+    """The figures of one variant; docs/performance.md defines each."""
     ttft, itl, tpot, e2e, good = [], [], [], [], 0
     for request in result["requests"]:
         times = request["token_s"]
