@@ -79,7 +79,7 @@ def _split(text: str, field: str, example: str) -> tuple[Fraction, str]:
     match = _QUANTITY.fullmatch(text.strip())
     if match is None:
         raise UsageError(
-            f"{field} = {text!r} is not a quantity; allowed: a number and a unit, like {example}",
+            f"{field} = {text!r} is not a quantity; allowed: one like {example}",
             code="quantity", field=field, value=text,
         )  # fmt: skip
     sign, digits, unit = match.groups()

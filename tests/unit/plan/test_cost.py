@@ -111,6 +111,7 @@ def test_at_the_extra_of_a_draw_both_cost_the_same(
         ((NONE.replace("hosts=8", "hosts=0"),), "--case none: hosts = 0 is below 1"),
         ((NONE.replace("hosts=8", "hosts=x"),), "--case none: hosts = 'x'; allowed: a whole number"),
         ((NONE.replace("=90", "=90EUR"),), "host-hour = '90EUR': unknown unit 'EUR'; allowed: a number"),
+        ((NONE.replace("=90", "="),), "host-hour = '' is not a quantity; allowed: one like 98.32"),
         ((NONE.replace("=90", "=-1"),), "host-hour = '-1' is below 0"),
         ((NONE.replace("12/s", "0/s").replace("9/s", "0/s"),), "offered = 0 must be greater than 0"),
         ((NONE.replace("none", "n" * 256),), "allowed: 1 … 255"),
