@@ -44,7 +44,7 @@ def cost(
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
-    """What does a request within the limits cost, rejected ones in the denominator?"""
+    """What does a request within the limits cost, if rejected and late ones are paid for too?"""
     plots = plots_for(plot)
     plan = CostPlan(
         cases=tuple(map(_case, case)), limits=limits.strip(), currency=currency.strip() or "units"

@@ -31,7 +31,7 @@ HEADROOM = 1.1  # of an axis above its highest point
 NAME_CHARS_MAX = 56
 GRID_POINTS = 200
 FIGURE_HEIGHT_MAX = 60  # inches
-LAYERS_EDGED_MAX = 64
+PARTS_TOLD_APART = 150  # on the width of a picture
 STAGE_COLOURS = {"load": ORANGE, "copy to GPU": PINK, "suffix": BLUE, "all computed": GREEN}
 DECADES_MIN = 20  # a logarithmic scale needs more between its ends, or it has no ticks
 
@@ -312,13 +312,15 @@ def draw_timeline(plan: TimelinePlan, path: Path) -> None:
     figure, (axis,) = _figure()
     unit, factor = units.scale_of(plan.shown_ns, units.SHOWN_NS)
     spans = {one.name: one.spans for one in plan.stages}
-    edge = 0.6 if plan.layers_count <= LAYERS_EDGED_MAX else 0.0  # tells layers apart that are wider than it
     end = float(plan.shown_ns / factor) * 1.04 or 1.0
     figure.set_figheight(2.2 + 0.45 * len(plan.rows))
     for at, (name, begin, over) in enumerate(plan.rows):
         bars = [(float(a / factor), float((b - a) / factor)) for a, b in spans.get(name, ((begin, over),))]
-        axis.broken_barh(bars, (-at - 0.32, 0.64), facecolors=STAGE_COLOURS.get(name, GREY), edgecolor="white",
-                         linewidth=edge)  # fmt: skip
+        colour = STAGE_COLOURS.get(name, GREY)
+        # A white edge tells parts apart that are much wider than it; over thinner ones it would paint them white.
+        apart = min(width for _, width in bars) > end / PARTS_TOLD_APART
+        axis.broken_barh(bars, (-at - 0.32, 0.64), facecolors=colour, edgecolor="white" if apart else colour,
+                         linewidth=0.6 if apart else 0.3, snap=False)  # fmt: skip
         if over > plan.shown_ns:
             axis.text(end * 0.99, -at, f"… {units.format_ns(over)}", color="white", ha="right", va="center")
     first = float(plan.first_token_ns / factor)

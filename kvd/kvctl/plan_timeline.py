@@ -15,7 +15,7 @@ from kvd.kvctl.plan_options import JsonOption, PlotOption, guarded, plots_for, r
 from kvd.plan import units
 from kvd.plan.timeline import TimelinePlan
 
-BAR_CHARS = 44  # with names and times a line has 80
+BAR_CHARS = 40  # with names and times a line has 80
 
 
 @guarded
@@ -74,6 +74,6 @@ def _print_bars(plan: TimelinePlan) -> None:
         last = min(BAR_CHARS, max(first + 1, units.ceil_div(end * BAR_CHARS, whole_ns)))
         bar = " " * first + "█" * (last - first)
         beyond = "▸" if end > whole_ns else " "
-        text = f" {name:<18}{bar:<{BAR_CHARS}}{beyond} {units.format_ns(end)}"
+        text = f" {name:<18}{bar:<{BAR_CHARS}}{beyond} until {units.format_ns(end)}"
         out.print(text, soft_wrap=True, markup=False, highlight=False)
     out.print()

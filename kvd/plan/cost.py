@@ -15,7 +15,7 @@ from typing import Final
 
 from kvd.errors import UsageError
 from kvd.plan import units
-from kvd.plan.ledger import Answer, Step
+from kvd.plan.ledger import UNITS_SHOWN, Answer, Step
 from kvd.plan.units import check_int, check_number, check_positive, format_number, format_rate, format_share
 
 cases_max: Final = 64
@@ -40,9 +40,10 @@ class Case:
     not_given: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 0 < len(self.name) <= 255:
+        if not 0 < len(self.name) <= 255 or not self.name.isprintable() or self.name.isspace():
             raise UsageError(
-                f"case name {self.name[:64]!r} has {len(self.name)} characters; allowed: 1 … 255", code="case"
+                f"case name {self.name[:64]!r} has {len(self.name)} characters; allowed: 1 … 255 that can be printed",
+                code="case",
             )
         where = f"--case {self.name}"
         check_int(f"{where}: hosts", self.hosts_count, 1, units.plan_count_max)
@@ -91,6 +92,16 @@ class CostPlan:
 
     def __post_init__(self) -> None:
         check_int("number of --case", len(self.cases), 1, cases_max)
+        if (
+            self.currency in UNITS_SHOWN
+            or not 0 < len(self.currency) <= 32
+            or not self.currency.isprintable()
+        ):
+            raise UsageError(
+                f"--currency = {self.currency[:32]!r}; allowed: up to 32 characters that can be printed, like EUR, and "
+                "no unit of the tables",
+                code="currency",
+            )  # fmt: skip
         counts = Counter(case.name for case in self.cases)
         if twice := [name for name, count in counts.items() if count > 1]:
             raise UsageError(f"case {twice[0]!r} is given twice; allowed: each case once",
@@ -110,7 +121,7 @@ class CostPlan:
     def extra_at_draw(self, case: Case) -> Fraction | None:
         """What may be added to a host for an hour until a good request costs what it does in the first case."""
         first = self.cases[0]
-        if not first.good_per_s:
+        if not first.good_per_s or not case.good_per_s:
             return None
         worth = first.price_an_hour * case.good_per_s / first.good_per_s
         return worth / case.hosts_count - case.host_price

@@ -27,6 +27,7 @@ _SHOW = {
     "1/s": units.format_rate,
     "share": units.format_share,
 }
+UNITS_SHOWN = frozenset(_SHOW)
 
 
 @dataclass(frozen=True, slots=True)

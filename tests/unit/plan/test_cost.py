@@ -67,8 +67,17 @@ def test_without_good_requests_there_is_no_cost() -> None:
     assert found["cases"][0]["price_of_1000_good"] is None
     assert found["cases"][1]["share_of_first"] is None
     assert found["cases"][1]["extra_hour_at_draw"] is None
+    found = answers(KVD, nothing)
+    assert found["cases"][1]["extra_hour_at_draw"] is None, "fails if nothing for nothing is called a draw"
     assert "and none is served by nothing" in run(nothing, KVD).stdout
     assert "No case answers any request within the limits" in run(nothing).stdout
+
+
+@pytest.mark.parametrize("currency", ["share", "B", "ns", "x" * 33, "a\x1bb"])
+def test_a_currency_is_no_unit_of_the_tables(currency: str) -> None:
+    result = run(NONE, more=("--currency", currency))
+    assert result.exit_code == 2
+    assert "allowed: up to 32 characters that can be printed" in result.stderr
 
 
 def test_other_loads_and_a_case_alone_are_told() -> None:
@@ -114,6 +123,8 @@ def test_at_the_extra_of_a_draw_both_cost_the_same(
         ((NONE.replace("=90", "="),), "host-hour = '' is not a quantity; allowed: one like 98.32"),
         ((NONE.replace("=90", "=-1"),), "host-hour = '-1' is below 0"),
         ((NONE.replace("12/s", "0/s").replace("9/s", "0/s"),), "offered = 0 must be greater than 0"),
+        ((NONE.replace("none", "n\x1b"),), "allowed: 1 … 255 that can be printed"),
+        ((NONE.replace("none", " "),), "allowed: 1 … 255 that can be printed"),
         ((NONE.replace("none", "n" * 256),), "allowed: 1 … 255"),
     ],
 )  # fmt: skip

@@ -96,7 +96,7 @@ def test_the_timeline_is_drawn_for_a_person() -> None:
     load = next(line for line in lines if line.startswith(" load "))
     suffix = next(line for line in lines if line.startswith(" suffix "))
     assert load.index("█") < suffix.index("█") < load.rindex("█") < suffix.rindex("█")
-    assert "▸ 760 ms" in told
+    assert "▸ until 760 ms" in told
     assert "copy to GPU, sync not given, counted as 0" in told
     assert "against 760 ms if all is computed" in told
     assert all(len(line) <= 80 for line in lines[:6])
