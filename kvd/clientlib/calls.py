@@ -160,7 +160,7 @@ class Calls:
         self._closing = False
         self.reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()  # what close gives back
         self._loops = self._ends.loops
-        self._abandoned: set[int] = set()  # reservations nobody waits for any more
+        self._abandoned: set[int] = set()  # nobody waits for them any more; their answers may be large
         self._due: deque[tuple[Sq, bytes]] = deque()  # what the ring had no room for, and nobody waits for
         self._posted: set[int] = set()  # sent, and the answers nobody waits for are still to come
         self._collector: threading.Thread | None = None
@@ -410,13 +410,14 @@ class Calls:
             if isinstance(waiter.answer, tuple):
                 self._late(waiter.answer[0], op, waiter.answer[1])
             elif waiter.answer is None and self.lost is None:
-                (self._abandoned if kind == Sq.RESERVE else self._posted).add(op)
+                self._abandoned.add(op)
                 self._collect_if_due()
 
     def _collect_if_due(self) -> None:
         with self._changed:
             due = self._abandoned or self._due or len(self._posted) > _POSTED_MAX
-            if due and self._collector is None and not self._closing:
+            over = self._closing or background.leaving.is_set()  # an interpreter that ends runs no thread
+            if due and self._collector is None and not over:
                 self._collector = background.start(self._collect, "kvd-late")
 
     def _collect(self) -> None:
@@ -429,6 +430,7 @@ class Calls:
                 over = self.lost is not None or background.leaving.is_set()
                 if over or not (self._abandoned or self._due or self._posted):
                     self._collector = None
+                    self._changed.notify_all()
                     return
             pause_ns = _FULL_RING_PAUSE_NS if self._due else _LATE_LOOK_NS
             if self._lead(pause_ns):
@@ -458,7 +460,7 @@ class Calls:
     def _send_due(self) -> None:
         with self._changed:
             while self._due and self.lost is None:
-                kind, payload = self._due[0]
+                message = kind, payload = self._due[0]
                 op = next(self._ops)
                 try:
                     pushed = self._rings.submit(kind, op, payload)
@@ -467,7 +469,8 @@ class Calls:
                     return
                 if not pushed:
                     return
-                self._due.popleft()
+                if self._due and self._due[0] is message:  # else what interrupted this has sent it, too
+                    self._due.popleft()
                 self._posted.add(op)
                 if pushed & 2:
                     self.wake_daemon()
@@ -513,9 +516,13 @@ class Calls:
                     except RuntimeError:  # closed just now
                         self._loops.discard(loop)
             self._close_unused()
-        collector = self._collector
-        if collector is not None and collector is not threading.current_thread():
-            collector.join()
+            collector = self._collector
+            if collector is None or collector is threading.current_thread():
+                return
+            # Wait before the join: whoever runs this in a finaliser or signal handler may have the lock from before.
+            while self._collector is collector and collector.is_alive():
+                self._changed.wait(_LATE_LOOK_NS / 1e9)
+        collector.join()
 
     def _close_unused(self) -> None:
         if not self._loops and self._leader is None:
