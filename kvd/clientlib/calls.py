@@ -160,7 +160,7 @@ class Calls:
         self._closing = False
         self.reservations: weakref.WeakSet[Reservation] = weakref.WeakSet()  # what close gives back
         self._loops = self._ends.loops
-        self._abandoned: set[int] = set()  # nobody waits for them any more; their answers may be large
+        self._abandoned: set[int] = set()  # reservations nobody waits for any more
         self._due: deque[tuple[Sq, bytes]] = deque()  # what the ring had no room for, and nobody waits for
         self._posted: set[int] = set()  # sent, and the answers nobody waits for are still to come
         self._collector: threading.Thread | None = None
@@ -410,7 +410,7 @@ class Calls:
             if isinstance(waiter.answer, tuple):
                 self._late(waiter.answer[0], op, waiter.answer[1])
             elif waiter.answer is None and self.lost is None:
-                self._abandoned.add(op)
+                (self._abandoned if kind == Sq.RESERVE else self._posted).add(op)
                 self._collect_if_due()
 
     def _collect_if_due(self) -> None:

@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from limits_world import SIZE, WAIT_S, chain_of, namespace, stopped, until_reserved
+from limits_world import WAIT_S, stopped, until_reserved
 from restart_world import until
 
 import kvd
 from kvd.clientlib.calls import Calls
-from kvd.errors import UnavailableError
 from kvd.shm.messages import Sq
-
-BATCH = 4096
 
 
 def nobody_sees_to_it() -> bool:
@@ -43,27 +40,6 @@ def test_the_thread_that_takes_answers_nobody_reads_ends_with_the_last(daemon: A
             assert not nobody_sees_to_it()
         until(nobody_sees_to_it, "the end of the thread")
         assert not store.calls._posted
-
-
-def test_an_abort_is_done_though_late_answers_to_publications_fill_the_ring(daemon: Any) -> None:
-    """Fails if few answers are taken for small: each of these has a byte an item, and 130 of them fill the ring."""
-    running = daemon(
-        pool={"families_max": 2 * BATCH},
-        clients={"sq_size": "8MiB", "cq_size": "512KiB", "reserved_max": "100%"},
-    )
-    with kvd.connect(running.socket) as store:
-        ns = namespace(store)
-        kept = ns.reserve(chain_of(ns, 4), nbytes=SIZE)
-        writes = ns.reserve(ns.chain(list(range(1_000_000, 1_000_000 + BATCH)), 1), nbytes=64)
-        writes.fill([bytes(64)] * BATCH)
-        writes._deadline_s = 1e-3
-        with stopped(running):
-            for _ in range(150):
-                with pytest.raises(UnavailableError):
-                    writes.publish()
-            kept.abort()
-        until_reserved(running, 0)  # nobody calls anything
-        until(nobody_sees_to_it, "the end of the thread")
 
 
 def test_a_program_ends_that_holds_many_reservations(daemon: Any) -> None:
